@@ -1,0 +1,1 @@
+"""The pytest surface: options, markers, fixtures, summary."""
