@@ -30,7 +30,7 @@ _HOME = {
     "Geometry": "geometry",
     "geometries": "geometry",
 }
-__all__ = [*_HOME, "reference"]  # noqa: PLE0604
+__all__ = [*_HOME, "reference"]
 
 try:
     __version__ = version("pytest-sglmem")

@@ -67,7 +67,8 @@ class LiveBlocks:
 class CycleEnd:
     """The three readings at the end of a cycle, and the census after the last of them.
 
-    `as_is`: nobody helped; `after_ipc`: after `ipc_collect` on every rank; `after_gc`: after `gc.collect()` (and one more
+    `as_is`: nobody helped; `after_ipc`: after `ipc_collect` on every rank; `after_gc`: after `gc.collect()` (and one
+    more
     `ipc_collect`) on every rank. What is still there in `after_gc` is settled.
     """
 
@@ -100,7 +101,9 @@ class Export:
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """One open of a handle in a rank: `released` counts are what this open gave back so far (0: it still maps the block)."""
+    """One open of a handle in a rank: `released` counts are what this open gave back so far (0: it still maps the
+    block).
+    """
 
     rank: int
     counter_file: str
@@ -115,7 +118,8 @@ class Open:
 class IpcFault:
     """One broken contract, folded over all handles exported and opened alike.
 
-    `opens` and `counter` are those of one handle; `handles` how many handles broke it this way; `bytes` all their blocks';
+    `opens` and `counter` are those of one handle; `handles` how many handles broke it this way; `bytes` all their
+    blocks';
     `by_ranks` who broke it: the ranks that opened too often, never, or still hold; `exporters` whose blocks they are.
     """
 
@@ -146,7 +150,8 @@ class RankTrace:
     """What one rank saw while a step ran over all geometries, cycle by cycle, warm-up cycles included.
 
     `series`: live bytes after each step, as they were; `ends`: one a cycle; `digests`: one a step of what it returned;
-    `held_by`: site -> chains of who keeps its blocks ("module.NAME -> .staging -> [key] -> Tensor"), read once, at the end.
+    `held_by`: site -> chains of who keeps its blocks ("module.NAME -> .staging -> [key] -> Tensor"), read once, at
+    the end.
     """
 
     rank: int
@@ -199,7 +204,9 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class SiteVerdict:
-    """A line whose blocks grow, on which ranks, by how much a cycle, who holds them and by which mechanism they stay."""
+    """A line whose blocks grow, on which ranks, by how much a cycle, who holds them and by which mechanism they
+    stay.
+    """
 
     site: str
     stack: tuple[str, ...]
@@ -239,8 +246,10 @@ class Verdict:
 class Growth:
     """What appends left behind in the cyclic collector's care.
 
-    `objects_per_append`: tracked objects that stay, an append, in the lesser of two windows; `by_type`: the same by type;
-    `held_by`: chains from a root to what grows; `bytes_per_append`: shallow bytes that stay, tracked or not (None: not asked);
+    `objects_per_append`: tracked objects that stay, an append, in the lesser of two windows; `by_type`: the same by
+    type;
+    `held_by`: chains from a root to what grows; `bytes_per_append`: shallow bytes that stay, tracked or not (None:
+    not asked);
     `pause_ms`: a full collection before and after.
     """
 
@@ -269,7 +278,8 @@ class RaisedText:
 class Answer:
     """One rank's answer to one call. `call` is the call's number: a late answer never answers the next question.
 
-    Exactly one of `value` (pickled bytes of the result) and `raised` is there. `output`: what the rank printed meanwhile.
+    Exactly one of `value` (pickled bytes of the result) and `raised` is there. `output`: what the rank printed
+    meanwhile.
     """
 
     call: int

@@ -1,0 +1,1 @@
+"""The bundled suite: both fixes, and what they replaced, on this machine's device."""
