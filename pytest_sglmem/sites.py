@@ -1,0 +1,141 @@
+"""Where in the user's code something happened: a stack as short texts, "file.py:41 in share", the user's line first.
+
+A line of torch, of this package, of pytest or of the standard library's plumbing says nothing to the reader of a
+report, so those frames are left out; `pytest_sglmem.reference` and `pytest_sglmem.checks` are programs under test and
+stay in. A stack is taken as code objects and line numbers (about 2 us), and worded only when somebody reads it.
+
+It holds no frame (a held frame is held memory) and reads no source file.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from types import CodeType
+
+__all__ = ["RawStack", "format_frames", "is_plumbing", "raw_stack", "user_stack", "words"]
+
+RawStack = tuple[tuple[CodeType, int], ...]
+Frame = tuple[str, int, str]
+
+_HERE = os.path.dirname(os.path.abspath(__file__))
+_USERS_OF_OURS = tuple(os.path.join(_HERE, name) + os.sep for name in ("reference", "checks"))
+_PLUMBING_PACKAGES = (
+    *("torch", "torchgen", "functorch"),
+    *("pytest", "_pytest", "pluggy", "xdist", "execnet", "pytest_timeout"),
+    *("cloudpickle", "multiprocess", "hypothesis"),
+)
+_SITE_DIRS = (os.sep + "site-packages" + os.sep, os.sep + "dist-packages" + os.sep)
+_STDLIB = tuple({os.path.realpath(sysconfig.get_path(key)) + os.sep for key in ("stdlib", "platstdlib")})
+_RUNNERS = frozenset({"pytest", "py.test", "torchrun"})
+
+
+def user_stack(skip: int = 0, limit: int = 12) -> tuple[str, ...]:
+    """The stack of the caller as "file.py:41 in share", innermost user line first, at most `limit` lines.
+
+    `skip`: how many of the innermost Python frames to pass over first, the caller's own being the first.
+    """
+    return words(raw_stack(skip + 1, limit))
+
+
+def raw_stack(skip: int = 0, limit: int = 12) -> RawStack:
+    """What `user_stack` words, not yet worded: code objects and line numbers. Costs 1-3 us and holds no frame."""
+    try:
+        frame = sys._getframe(skip + 1)
+    except ValueError:  # fewer frames than were to be skipped
+        return ()
+    found: list[tuple[CodeType, int]] = []
+    while frame is not None and len(found) < limit:
+        code = frame.f_code
+        if not is_plumbing(code.co_filename):
+            found.append((code, frame.f_lineno))
+        frame = frame.f_back  # type: ignore[assignment]
+    return tuple(found)
+
+
+def words(raw: RawStack) -> tuple[str, ...]:
+    """The text of each line of a `raw_stack`, paths as seen from the current directory."""
+    cwd = _cwd()
+    return tuple([_text(code.co_filename, line, code.co_name, cwd) for code, line in raw])
+
+
+def format_frames(frames: Iterable[Mapping[str, object] | Frame], limit: int = 12) -> tuple[str, ...]:
+    """The same text for frames that torch's allocator recorded (mappings with `filename`, `line`, `name`) or for plain
+    `(filename, line, name)`, innermost first; at most `limit` lines.
+    """
+    cwd = _cwd()
+    lines: list[str] = []
+    for frame in frames:
+        if isinstance(frame, tuple):
+            filename, line, name = frame
+        else:
+            filename, line, name = str(frame["filename"]), frame["line"], frame["name"]  # type: ignore[assignment]
+        if not is_plumbing(filename):
+            lines.append(_text(filename, line, name, cwd))
+            if len(lines) == limit:
+                break
+    return tuple(lines)
+
+
+@lru_cache(maxsize=8192)
+def is_plumbing(filename: str) -> bool:
+    """Whether code of this file is left out of a stack: torch, this package, pytest, the standard library."""
+    if filename.startswith(("<frozen ", "<eval_with_key>")) or not filename or filename == "??":
+        return True
+    if filename.startswith("<"):  # python -c, exec, a notebook's cell: the user's
+        return False
+    path = os.path.abspath(filename)
+    if path.startswith(_HERE + os.sep):
+        return not path.startswith(_USERS_OF_OURS)
+    if path.startswith(_plumbing_roots()) or _installed_package(path) in _PLUMBING_PACKAGES:
+        return True
+    return _of_standard_library(path) or os.path.basename(path) in _RUNNERS
+
+
+def _plumbing_roots() -> tuple[str, ...]:
+    """The folders (with a separator at the end) or single files of the packages that count as plumbing."""
+    roots = []
+    for name in _PLUMBING_PACKAGES:
+        file = getattr(sys.modules.get(name), "__file__", None)
+        if not file:
+            continue
+        is_package = os.path.basename(file).startswith("__init__.")
+        roots.append(os.path.dirname(file) + os.sep if is_package else file)
+    return tuple(roots)
+
+
+def _installed_package(path: str) -> str | None:
+    """The first part of the path below site-packages; None for what is not installed there."""
+    for site in _SITE_DIRS:
+        if site in path:
+            return path.rpartition(site)[2].split(os.sep)[0]
+    return None
+
+
+def _of_standard_library(path: str) -> bool:
+    return _installed_package(path) is None and os.path.realpath(path).startswith(_STDLIB)
+
+
+def _cwd() -> str:
+    try:
+        return os.getcwd() + os.sep
+    except FileNotFoundError:  # the current directory was removed
+        return os.sep
+
+
+@lru_cache(maxsize=8192)
+def _text(filename: str, line: int, name: str, cwd: str) -> str:
+    return f"{_shown(filename, cwd)}:{line} in {name}"
+
+
+def _shown(filename: str, cwd: str) -> str:
+    """The path as a reader wants it: relative to the current directory where below it, else its last two parts."""
+    if filename.startswith("<"):
+        return filename
+    path = os.path.abspath(filename)
+    if path.startswith(cwd) and cwd != os.sep:
+        return path[len(cwd) :]
+    return os.sep.join(path.split(os.sep)[-2:])
