@@ -1,0 +1,106 @@
+"""The end of a session, in the one process that writes: take what rides on the tests' reports, print it, write it.
+
+Under xdist this is the controller; a worker's `Collector` takes the same reports and writes nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from . import report
+from .options import OptionError, Settings
+
+if TYPE_CHECKING:
+    from .document import Document, Test
+
+
+class Collector:
+    """A plugin object of its own: the entries of all tests, the machine they ran on, the proof; and where they go."""
+
+    def __init__(self, config: pytest.Config, settings: Settings) -> None:
+        self._settings = settings
+        self._writes = not hasattr(config, "workerinput")
+        self._entries: dict[str, Test] = {}
+        self._machine: dict[str, str] = {}
+        self._grown: list[str] = []
+        self.proof: dict[str, object] | None = None
+        self._baseline = self._load_baseline() if self._writes else None
+        for path in settings.report if self._writes else ():
+            try:
+                report.check_path(path)
+            except ValueError as error:
+                raise OptionError(f"{settings.origins['report']}: {error}") from None
+
+    def _load_baseline(self) -> Document | None:
+        path = self._settings.baseline
+        if path is None:
+            return None
+        try:
+            return report.load(path)
+        except (OSError, ValueError) as error:
+            raise OptionError(f"{self._settings.origins['baseline']} is {path!r}, not a report: {error}") from None
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Keep the last word on each test."""
+        carried = getattr(report, "sglmem", None)
+        if carried is not None:
+            self._entries[report.nodeid] = carried["entry"]
+            self._machine.update(carried["machine"])
+
+    def document(self) -> Document:
+        """The session so far."""
+        return report.session(
+            self._entries.values(),
+            versions=_versions(),
+            machine={"device": None, **self._machine, "platform": platform.platform(), "cpus": os.cpu_count()},
+            seed=self._settings.seed,
+            proof=self.proof,
+        )
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """Compare with the baseline, write the reports."""
+        if not self._writes:
+            return
+        document = self.document()
+        if self._baseline is not None:
+            self._grown = report.compare(document, self._baseline, self._settings.baseline_tolerance)
+            if self._grown and session.exitstatus == pytest.ExitCode.OK:
+                session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        for path in self._settings.report:
+            report.write(document, path)
+        summary = os.environ.get("GITHUB_STEP_SUMMARY")
+        if summary and self._settings.github_summary:
+            with Path(summary).open("a", encoding="utf-8") as file:
+                file.write(report.github_summary(document))
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+        """One section, only where there is something to say."""
+        if not self._writes:
+            return
+        width = config.get_terminal_writer().fullwidth
+        lines = report.terminal_lines(self.document(), width, config.get_verbosity())
+        if lines:
+            terminalreporter.section("sglmem")
+            for line in lines:
+                terminalreporter.write_line(line)
+        for line in self._grown:
+            terminalreporter.write_line(f"baseline: {line}", red=True)
+
+
+def _versions() -> dict[str, str | None]:
+    # torch's version by its metadata: a session that never imported torch must not import it to say so.
+    known = {"python": platform.python_version(), "implementation": sys.implementation.name}
+    for package in ("pytest-sglmem", "torch", "pytest"):
+        try:
+            known[package.replace("-", "_")] = version(package)
+        except PackageNotFoundError:
+            pass
+    return dict(known)

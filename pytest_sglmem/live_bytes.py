@@ -1,0 +1,87 @@
+"""The `live_bytes` fixture: judge a trace, fail where it leaks, warn where it only comes back with help.
+
+The rule is `judge.py`'s and the words are `words.py`'s; this file decides what becomes of a verdict: an exception, a
+warning, an entry in the report, files in the artifacts folder.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from .judge import CyclicMemoryWarning, LateReleaseWarning, LeakError, judge
+from .records import Trace, Verdict
+from .words import verdict_line
+
+
+class OutputsDiffer(AssertionError):
+    """Two traces of the same geometries returned different bytes; the text says in which rank, cycle and step first."""
+
+
+class LiveBytes:
+    """What `live_bytes` gives a test. `record` learns of every verdict once, however often its trace is judged."""
+
+    def __init__(
+        self,
+        record: Callable[[Trace, Verdict], None],
+        *,
+        ignore_sites: Sequence[str] = (),
+        artifacts: Path | None = None,
+    ) -> None:
+        self._record = record
+        self._ignore_sites = tuple(ignore_sites)
+        self._artifacts = artifacts
+
+    def judge(self, trace: Trace, *, tolerance: int = 0) -> Verdict:
+        """The verdict on `trace`, whatever it is. `tolerance`: bytes a cycle and rank that may stay."""
+        if not isinstance(trace, Trace):
+            raise TypeError(f"live_bytes judges a Trace (what world.trace returns), not {trace!r}")
+        verdict = judge(trace, tolerance=tolerance, ignore_sites=self._ignore_sites)
+        self._record(trace, verdict)
+        return verdict
+
+    def assert_flat(self, trace: Trace, *, tolerance: int = 0) -> Verdict:
+        """Fail where live bytes stay behind, cycle after cycle.
+
+        `tolerance`: bytes a cycle and rank that may stay; exactly as many pass, one more fails. Raises LeakError, whose
+        `.verdict` has everything that the message says. Memory that comes back only through the cyclic collector is a
+        CyclicMemoryWarning, only through somebody's `ipc_collect` a LateReleaseWarning.
+        """
+        __tracebackhide__ = True
+        verdict = self.judge(trace, tolerance=tolerance)
+        if verdict.verdict == "leak":
+            self._keep(trace)
+            raise LeakError(verdict)
+        if any(verdict.cyclic_bytes):
+            warnings.warn(CyclicMemoryWarning(verdict_line(verdict)), stacklevel=2)
+        if any(verdict.late_bytes):
+            warnings.warn(LateReleaseWarning(verdict_line(verdict)), stacklevel=2)
+        return verdict
+
+    def assert_same_outputs(self, a: Trace, b: Trace) -> None:
+        """Fail where a step of `a` and the same step of `b` returned different bytes in the same rank.
+
+        Compares digests over the cycles that both have. Raises OutputsDiffer at the first difference, ValueError where
+        the two cannot be compared (other geometries, other worlds, a step that returns nothing to compare).
+        """
+        __tracebackhide__ = True
+        if a.geometries != b.geometries:
+            raise ValueError(f"the traces ran over different geometries: {a.geometries!r} and {b.geometries!r}")
+        if a.size != b.size:
+            raise ValueError(f"the traces come from worlds of {a.size} and {b.size} ranks")
+        for left, right in zip(a.ranks, b.ranks, strict=True):
+            for step, (one, other) in enumerate(zip(left.digests, right.digests, strict=False)):
+                if one != other:
+                    cycle, at = divmod(step, len(a.geometries))
+                    raise OutputsDiffer(
+                        f"rank {left.rank}: outputs differ first in cycle {cycle}, step {at} ({a.geometries[at]}): "
+                        f"digest {one} and {other}"
+                    )
+
+    def _keep(self, trace: Trace) -> None:
+        if self._artifacts is None:
+            return
+        self._artifacts.mkdir(parents=True, exist_ok=True)
+        taken = len(list(self._artifacts.glob("trace*.json")))
+        trace.save(self._artifacts / (f"trace-{taken}.json" if taken else "trace.json"))

@@ -1,0 +1,104 @@
+"""What a test asks for by a marker, read and checked before anything runs.
+
+`@pytest.mark.world(size=8, backend="gloo")` becomes a `WorldAsked`, `@pytest.mark.inject(FAULT, ...)` a tuple of faults.
+An unknown keyword or an impossible value is an `OptionError` that echoes it and names the test's file and line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, cast
+
+import pytest
+
+from .options import OptionError
+
+if TYPE_CHECKING:
+    from .faults import Fault
+
+Scope = Literal["function", "module", "session"]
+SCOPES: tuple[Scope, ...] = ("function", "module", "session")
+MARKERS = (
+    "gc_tracking: counts GC-tracked objects (added by itself to every test that uses gc_tracked)",
+    "gpu_memory: judges live bytes (added by itself to every test that uses live_bytes)",
+    "world(size=, sizes=[...], min_size=, backend=, scope='function', init=True): the ranks that a test's world has",
+    "inject(FAULT, ...): run the test under these faults (pytest --sglmem-faults lists them)",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class WorldAsked:
+    """A `world` marker. `size` None: what `--sglmem-world` says; `backend` None: what suits the device."""
+
+    size: int | None = None
+    sizes: tuple[int, ...] = ()
+    min_size: int = 1
+    backend: str | None = None
+    scope: Scope = "function"
+    init: bool = True
+
+
+def place(node: pytest.Item | pytest.Function) -> str:
+    """Where a test stands, as in "marker of test_x at tests/test_a.py:12"."""
+    path, line, name = node.location
+    return f"marker of {name} at {path}:{(line or 0) + 1}"
+
+
+def world_asked(mark: pytest.Mark | None, origin: str) -> WorldAsked:
+    """What the marker says, checked. No marker asks for nothing in particular. Raises OptionError."""
+    if mark is None:
+        return WorldAsked()
+    if mark.args:
+        raise OptionError(f"world{mark.args!r} ({origin}): should be keywords, such as world(size={mark.args[0]!r})")
+    known = WorldAsked.__dataclass_fields__
+    for keyword in mark.kwargs:
+        if keyword not in known:
+            raise OptionError(f"world({keyword}=...) ({origin}): unknown keyword, should be one of {', '.join(known)}")
+    asked = dict(mark.kwargs)
+    for keyword in ("size", "min_size"):
+        if asked.get(keyword) is not None:
+            _whole(keyword, asked[keyword], origin)
+    if "sizes" in asked:
+        asked["sizes"] = _sizes(asked["sizes"], origin)
+        if asked.get("size") is not None:
+            raise OptionError(f"world(size={asked['size']!r}, sizes=...) ({origin}): should be one of the two")
+    if asked.get("scope", "function") not in SCOPES:
+        raise OptionError(f"world(scope={asked['scope']!r}) ({origin}): should be one of {', '.join(SCOPES)}")
+    if not isinstance(asked.get("init", True), bool):
+        raise OptionError(f"world(init={asked['init']!r}) ({origin}): should be True or False")
+    if not isinstance(asked.get("backend", ""), str | None):
+        raise OptionError(f"world(backend={asked['backend']!r}) ({origin}): should be a name such as 'gloo'")
+    return WorldAsked(**asked)
+
+
+def faults_asked(marks: Sequence[pytest.Mark], origin: str) -> tuple[Fault, ...]:
+    """The faults of a test's `inject` markers, the nearest first. Raises OptionError."""
+    texts = [text for mark in marks for text in mark.args]
+    if any(mark.kwargs or not mark.args for mark in marks):
+        raise OptionError(f"inject ({origin}): should be one or more faults, such as inject('ipc.collect=skip')")
+    return parse_faults(texts, origin)
+
+
+def parse_faults(texts: Sequence[object], origin: str) -> tuple[Fault, ...]:
+    """Texts as faults. Raises OptionError, with what `faults.parse` says is wrong."""
+    if not texts:
+        return ()
+    from .faults import FaultError, parse
+
+    try:
+        return tuple(parse(cast(str, text), origin=origin) for text in texts)
+    except FaultError as error:
+        raise OptionError(str(error)) from None
+
+
+def _whole(keyword: str, value: object, origin: str) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise OptionError(f"world({keyword}={value!r}) ({origin}): should be a whole number of at least 1")
+    return value
+
+
+def _sizes(values: object, origin: str) -> tuple[int, ...]:
+    if not isinstance(values, list | tuple) or not values:
+        raise OptionError(f"world(sizes={values!r}) ({origin}): should be a list of whole numbers, such as [2, 4, 8]")
+    return tuple(_whole("sizes", value, origin) for value in values)
