@@ -1,7 +1,7 @@
 """What a test asks for by a marker, read and checked before anything runs.
 
-`@pytest.mark.world(size=8, backend="gloo")` becomes a `WorldAsked`, `@pytest.mark.inject(FAULT, ...)` a tuple of faults.
-An unknown keyword or an impossible value is an `OptionError` that echoes it and names the test's file and line.
+`@pytest.mark.world(size=8, backend="gloo")` becomes a `WorldAsked`, `@pytest.mark.inject(FAULT, ...)` some faults. An
+unknown keyword or an impossible value is an `OptionError` that echoes it and names the test's file and line.
 """
 
 from __future__ import annotations

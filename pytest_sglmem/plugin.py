@@ -1,8 +1,8 @@
 """The pytest surface: options, markers, fixtures, summary. Thin: it places what others measure and word.
 
-Inert unless used: loading it imports neither torch nor numpy, no fixture is autouse, and a session that asks for nothing
-of it gets nothing but one header line. State lives under two stash keys: `SESSION` on the config (settings, launcher,
-what the report will say) and `TEST` on an item (its world, its verdicts, what fired in it). Under xdist each worker
+Inert unless used: loading it imports neither torch nor numpy, no fixture is autouse, and a session that asks for
+nothing of it gets nothing but one header line. State lives under two stash keys: `SESSION` on the config (settings,
+launcher, shared worlds) and `TEST` on an item (its world, its verdicts, what fired in it). Under xdist each worker
 measures; what it learned of a test rides on that test's report, and the controller alone writes.
 """
 
@@ -203,7 +203,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Put on the test's report what was learned of it: the ranks' output where it failed, its entry, junit properties."""
+    """Put on the report what was learned of the test: ranks' output where it failed, its entry, junit properties."""
     report = yield
     state = item.stash.get(TEST, None)
     if state is None:
