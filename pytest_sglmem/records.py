@@ -137,12 +137,25 @@ class IpcFault:
 
 
 @dataclass(frozen=True, slots=True)
+class IpcPair:
+    """One rank's traffic with another: handles of `exporter` that `opener` opened `opens` times; `still_open` of these
+    opens gave nothing back yet.
+    """
+
+    exporter: int
+    opener: int
+    opens: int
+    still_open: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class IpcSummary:
-    """What the ledgers of all ranks say together."""
+    """What the ledgers of all ranks say together. `pairs`: who exported to whom, only pairs that met."""
 
     exports: int = 0
     opens: int = 0
     faults: tuple[IpcFault, ...] = ()
+    pairs: tuple[IpcPair, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +164,7 @@ class RankTrace:
 
     `series`: live bytes after each step, as they were; `ends`: one a cycle; `digests`: one a step of what it returned;
     `held_by`: site -> chains of who keeps its blocks ("module.NAME -> .staging -> [key] -> Tensor"), read once, at
-    the end.
+    the end; `seconds`: how long each step took, its synchronize included.
     """
 
     rank: int
@@ -161,6 +174,7 @@ class RankTrace:
     exports: tuple[Export, ...] = ()
     opens: tuple[Open, ...] = ()
     held_by: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    seconds: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +232,15 @@ class SiteVerdict:
 
 
 @dataclass(frozen=True, slots=True)
+class SlowStep:
+    """The step that took longest of all ranks: `step` counts through the whole trace, warm-up included."""
+
+    rank: int
+    step: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Verdict:
     """What is said of a trace. The fields are those of the report; `words.py` turns them into text.
 
@@ -240,6 +263,7 @@ class Verdict:
     outside_bytes: tuple[int | None, ...] = ()
     reserved_bytes: tuple[int, ...] = ()
     note: str = ""
+    slowest: SlowStep | None = None
 
 
 @dataclass(frozen=True, slots=True)
