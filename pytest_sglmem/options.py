@@ -182,12 +182,13 @@ def add_options(parser: pytest.Parser) -> None:
     for option in OPTIONS:
         shown = option.shown_default or option.default
         text = option.meaning + (f" (default: {shown})" if shown is not None else "")
+        escaped = text.replace("%", "%%")  # argparse formats help texts
         if option.metavar is None:
-            group.addoption(option.flag, dest=option.dest, action="store_true", default=None, help=text)
+            group.addoption(option.flag, dest=option.dest, action="store_true", default=None, help=escaped)
         else:
             action = "append" if option.repeatable else "store"
             group.addoption(
-                option.flag, dest=option.dest, action=action, default=None, metavar=option.metavar, help=text
+                option.flag, dest=option.dest, action=action, default=None, metavar=option.metavar, help=escaped
             )
         kind = "linelist" if option.repeatable else "string"
         parser.addini(option.dest, text, type=kind, default=None)

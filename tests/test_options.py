@@ -1,0 +1,111 @@
+"""Every option and ini name: who wins, what is refused, and that a refusal says value, origin and what is right."""
+
+import pytest
+
+from pytest_sglmem.options import OPTIONS
+
+pytestmark = pytest.mark.usefixtures("quiet_project")
+
+
+@pytest.fixture
+def quiet_project(pytester):
+    pytester.makepyfile("def test_nothing(): pass")
+    return pytester
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["--sglmem-world", "0"], "--sglmem-world on the command line is '0', should be a whole number of at least 1"),
+        (["--sglmem-world", "two"], "--sglmem-world on the command line is 'two', should be a whole number"),
+        (["--sglmem-device", "tpu"], "--sglmem-device on the command line is 'tpu', should be one of auto, cuda, emul"),
+        (["--sglmem-launcher", "mpi"], "is 'mpi', should be one of local, torchrun"),
+        (
+            ["--sglmem-timeout", "0"],
+            "--sglmem-timeout on the command line is '0', should be a number of seconds above 0",
+        ),
+        (["--sglmem-timeout", "inf"], "is 'inf', should be a number of seconds above 0"),
+        (["--sglmem-ipc-audit", "loud"], "is 'loud', should be one of off, warn, error"),
+        (["--sglmem-seed", "-1"], "--sglmem-seed on the command line is '-1', should be a whole number of at least 0"),
+        (["--sglmem-report", "a.txt"], "is 'a.txt', should be a file name that ends in .json or .html"),
+        (["--sglmem-baseline-tolerance=-1%"], "is '-1%', should be a percentage of at least 0"),
+        (["--sglmem-artifacts", " "], "--sglmem-artifacts on the command line is ' ', should be not empty"),
+        (["--sglmem-baseline", "absent.json"], "--sglmem-baseline on the command line is 'absent.json', not a report"),
+        (["--sglmem-inject", "ipc.exprot=skip"], "ipc.export"),
+    ],
+)
+def test_a_wrong_value_is_refused_before_any_test(pytester, args, says):
+    result = pytester.runpytest(*args)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert says in result.stderr.str() + result.stdout.str()
+    assert "passed" not in result.stdout.str()
+
+
+def test_a_wrong_ini_value_names_the_file(pytester):
+    path = pytester.makeini("[pytest]\nsglmem_world = none\n")
+    result = pytester.runpytest()
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert f"sglmem_world in {path} is 'none'" in result.stderr.str()
+
+
+def test_the_ini_speaks_and_the_option_wins(pytester):
+    pytester.makeini("[pytest]\nsglmem_world = 3\nsglmem_seed = 7\n")
+    pytester.runpytest().stdout.fnmatch_lines(["sglmem: world 3, *seed 7*"])
+    pytester.runpytest("--sglmem-world", "5").stdout.fnmatch_lines(["sglmem: world 5, *seed 7*"])
+
+
+@pytest.mark.parametrize("value", ["1", "8"])
+def test_the_least_world_passes(pytester, value):
+    assert pytester.runpytest("--sglmem-world", value).ret == pytest.ExitCode.OK
+
+
+def test_a_pattern_that_is_none_is_refused(pytester):
+    pytester.makeini("[pytest]\nsglmem_ignore_sites =\n    vendor/.*\n    (\n")
+    result = pytester.runpytest()
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert "sglmem_ignore_sites" in result.stderr.str()
+    assert "'('" in result.stderr.str()
+
+
+def test_every_option_is_in_the_help(pytester):
+    text = pytester.runpytest("--help").stdout.str()
+    for option in OPTIONS:
+        assert option.flag in text
+        assert option.dest in text
+
+
+def test_the_faults_are_listed_without_running_anything(pytester):
+    result = pytester.runpytest("--sglmem-faults")
+    assert result.ret == 0
+    assert "ipc.export" in result.stdout.str()
+    assert "one-handle" in result.stdout.str()
+    assert "passed" not in result.stdout.str()
+
+
+@pytest.mark.parametrize(
+    ("marker", "says"),
+    [
+        ("world(ranks=2)", "world(ranks=...) (marker of test_it at test_marked.py:3): unknown keyword"),
+        ("world(2)", "should be keywords, such as world(size=2)"),
+        (
+            "world(size=0)",
+            "world(size=0) (marker of test_it at test_marked.py:3): should be a whole number of at least 1",
+        ),
+        ("world(size='two')", "world(size='two')"),
+        ("world(size=True)", "world(size=True)"),
+        ("world(sizes=[])", "world(sizes=[])"),
+        ("world(sizes=[2, 0])", "world(sizes=0)"),
+        ("world(size=2, sizes=[2])", "should be one of the two"),
+        ("world(scope='class')", "world(scope='class')"),
+        ("world(init=1)", "world(init=1)"),
+        ("world(backend=3)", "world(backend=3)"),
+        ("inject()", "should be one or more faults"),
+        ("inject('step=fly')", "step"),
+    ],
+)
+def test_a_marker_that_cannot_be_is_refused_before_any_test(pytester, marker, says):
+    pytester.makepyfile(test_marked=f"import pytest\n\n@pytest.mark.{marker}\ndef test_it(world): pass\n")
+    result = pytester.runpytest()
+    assert result.ret != pytest.ExitCode.OK
+    assert says in result.stderr.str() + result.stdout.str()
+    assert "1 passed" not in result.stdout.str().replace("test_nothing", "")
