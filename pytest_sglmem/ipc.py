@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 import re
 import struct
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from functools import lru_cache
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
@@ -194,7 +194,7 @@ class Producer(Custody[Slot]):
         return tuple(self._used)
 
     def collect(self) -> list[int]:
-        """As `Custody.collect`; and the current counter file goes when nothing needs it any more (a drop never does)."""
+        """As `Custody.collect`; and the current counter file goes when nothing needs it (a drop never does)."""
         freed = super().collect()
         current = self._next.file
         if not self._limbo and self._used.get(current) == 0:
