@@ -11,6 +11,9 @@ from typing import TypedDict
 
 from . import records
 
+ORDER = ("leak", "growing", "late", "cyclic", "filling", "flat")  # verdict words, worst first
+ALARMS = ORDER[:4]
+
 
 class WorldShape(TypedDict):
     """The world a test ran in."""
@@ -48,12 +51,30 @@ class IpcFault(TypedDict):
     advice: str
 
 
+class IpcPair(TypedDict):
+    """One rank's traffic with another."""
+
+    exporter: int
+    opener: int
+    opens: int
+    still_open: int
+
+
 class Ipc(TypedDict):
     """The IPC ledger, added up."""
 
     exports: int
     opens: int
     faults: list[IpcFault]
+    pairs: list[IpcPair]
+
+
+class SlowStep(TypedDict):
+    """The step that took longest of all ranks."""
+
+    rank: int
+    step: int
+    seconds: float
 
 
 class LiveBytes(TypedDict):
@@ -75,6 +96,7 @@ class LiveBytes(TypedDict):
     outside_bytes: list[int | None]
     reserved_bytes: list[int]
     note: str
+    slowest: SlowStep | None
 
 
 class Gc(TypedDict):

@@ -15,21 +15,41 @@ import json
 import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from importlib import resources
 from pathlib import Path
 from typing import cast
 
 from . import records, words
-from .document import Document, Gc, IpcFault, LiveBytes, Proof, Test
+from .document import Document, Proof, Test
+from .summary import github_summary, settled, terminal_lines
+
+__all__ = [
+    "check_path",
+    "compare",
+    "entry",
+    "github_summary",
+    "json_schema",
+    "junit_properties",
+    "load",
+    "not_compared",
+    "session",
+    "terminal_lines",
+    "write",
+]
 
 SCHEMA = 1
 ENDINGS = (".json", ".html")
-SCREEN = 24  # lines of a classic terminal: what the default summary keeps to
-ALARMS = ("leak", "growing", "late", "cyclic")
-_ORDER = ("leak", "growing", "late", "cyclic", "filling", "flat")
 _OUTCOMES = ("passed", "skipped", "failed")
+_OPTIONAL_LIVE_BYTES: dict[str, object] = {
+    "geometries": (),
+    "outside_bytes": (),
+    "reserved_bytes": (),
+    "note": "",
+    "slowest": None,
+}
+_OPTIONAL_IPC_FAULT: dict[str, object] = {"exporters": (), "stack": (), "open_sites": (), "advice": ""}
+_OPTIONAL_GC: dict[str, object] = {"times": 0, "windows": (), "bytes_per_append": None, "per_append": 0, "note": ""}
 
 
 # --- building the document ------------------------------------------------------------------------------------------
@@ -154,223 +174,29 @@ def load(path: str | Path) -> Document:
     found = document.get("schema") if isinstance(document, dict) else None
     if found != SCHEMA or "tests" not in document:
         raise ValueError(f"{path} is not a report of schema {SCHEMA} (its schema: {found!r})")
-    return document
+    _complete(document)
+    return cast(Document, document)
+
+
+def _complete(document: dict[str, list[dict[str, list[dict[str, object]]]]]) -> None:
+    """Give the fields that the schema leaves optional their defaults, in place."""
+    for test in document["tests"]:
+        for check in test["live_bytes"]:
+            for key, value in _OPTIONAL_LIVE_BYTES.items():
+                check.setdefault(key, value)
+            ipc = cast("dict[str, list[dict[str, object]]]", check["ipc"])
+            ipc.setdefault("pairs", [])
+            for fault in ipc["faults"]:
+                for key, value in _OPTIONAL_IPC_FAULT.items():
+                    fault.setdefault(key, value)
+        for growth in test["gc"]:
+            for key, value in _OPTIONAL_GC.items():
+                growth.setdefault(key, value)
 
 
 def json_schema() -> dict[str, object]:
     """The published JSON schema (draft 2020-12) of the report."""
     return json.loads(resources.files(__package__).joinpath("report.schema.json").read_text(encoding="utf-8"))
-
-
-# --- the terminal ---------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """One check on one line; `cause` says why, for a check that is not clean; `full` is what -v adds."""
-
-    word: str
-    amount: str
-    ranks: str
-    series: str
-    name: str
-    cause: str = ""
-    full: tuple[str, ...] = ()
-
-    @property
-    def alarming(self) -> bool:
-        return self.word in ALARMS
-
-    @property
-    def shown_word(self) -> str:
-        return f"{self.word.upper()}!" if self.alarming else self.word
-
-
-def terminal_lines(document: Document, width: int = 80, verbosity: int = 0) -> list[str]:
-    """The lines of the summary section: a line a check, the alarming ones first and in capitals.
-
-    Verbosity below 0: nothing where all is clean, else one line that counts. 0: at most a screen for 20 tests (causes
-    and clean checks beyond it are counted, not shown). 1 and more: everything, no limit. No line is longer than
-    `width` unless verbosity asks for stacks.
-    """
-    rows = sorted(_rows(document), key=lambda row: _ORDER.index(row.word))
-    closing = [*_proof_lines(document["proof"], width, verbosity)]
-    if verbosity < 0:
-        alarming = any(row.alarming for row in rows)
-        return [_counts(rows)] if alarming else []
-    if not rows:
-        return closing
-    if verbosity > 0:
-        return [*_all_lines(rows), *closing, _counts(rows)]
-    return [*_screen(rows, width, SCREEN - 1 - len(closing)), *closing, _counts(rows)]
-
-
-def _rows(document: Document) -> Iterator[_Row]:
-    for test in document["tests"]:
-        for check in test["live_bytes"]:
-            yield _bytes_row(test, check)
-        for growth in test["gc"]:
-            yield _gc_row(test, growth)
-
-
-def _bytes_row(test: Test, check: LiveBytes) -> _Row:
-    grown = check["bytes_per_cycle"]
-    worst = max(range(len(grown)), key=grown.__getitem__, default=0)
-    guilty, amount = _bytes_amount(check)
-    shown = check["settled"] or check["series"]
-    return _Row(
-        word=check["verdict"],
-        amount=amount,
-        ranks=_short_ranks(guilty, len(grown)),
-        series=words.sparkline(shown[worst]) if worst < len(shown) else "",
-        name=test["nodeid"],
-        cause=_bytes_cause(check),
-        full=tuple(_bytes_full(check)),
-    )
-
-
-def _bytes_amount(check: LiveBytes) -> tuple[list[int], str]:
-    """Which ranks the verdict is about, and the most that one of them shows."""
-    if check["verdict"] == "late":
-        values, unit = check["late_bytes"], "late"
-    elif check["verdict"] == "cyclic":
-        values, unit = check["cyclic_bytes"], "cyclic"
-    else:
-        values, unit = check["bytes_per_cycle"], "a cycle"
-    most = max(values, default=0)
-    if check["verdict"] in ("flat", "filling"):
-        return list(range(len(values))), words.size(max(map(max, filter(None, check["settled"])), default=0))
-    return [rank for rank, value in enumerate(values) if value > 0], f"+{words.size(most)} {unit}"
-
-
-def _short_ranks(ranks: Sequence[int], size: int) -> str:
-    return f"all {size}" if len(ranks) == size and size > 1 else words.ranks(ranks)
-
-
-def _bytes_cause(check: LiveBytes) -> str:
-    if check["verdict"] not in ALARMS:
-        return ""
-    parts = [f"{site['site']}  {site['mechanism']}" for site in check["sites"][:1]]
-    parts += [f"{fault['opens']} opens{_counter(fault)}" for fault in check["ipc"]["faults"][:1]]
-    if len(check["sites"]) > 1:
-        parts.append(f"+{len(check['sites']) - 1} sites")
-    return "  ".join(parts)
-
-
-def _counter(fault: IpcFault) -> str:
-    return "" if fault["counter"] is None else f", counter {fault['counter']}"
-
-
-def _bytes_full(check: LiveBytes) -> Iterator[str]:
-    yield from _series_lines(check)
-    for site in check["sites"]:
-        grown = f"+{words.size(site['bytes_per_cycle'])} a cycle"
-        yield f"{site['site']}: {grown}, {words.ranks(site['ranks'])}, {site['mechanism']}"
-        yield from (f"  from {frame}" for frame in site["stack"][1:])
-        yield from (f"  held by {chain}" for chain in site["held_by"])
-    for fault in check["ipc"]["faults"]:
-        each = f"{fault['handles']} handles of {fault['site']}, {fault['opens']} opens each{_counter(fault)}"
-        yield f"ipc {fault['kind']}: {each}, {words.size(fault['bytes'])}, by {words.ranks(fault['by_ranks'])}"
-    if check["note"]:
-        yield check["note"]
-
-
-def _series_lines(check: LiveBytes) -> Iterator[str]:
-    """One line for all ranks that saw the same bytes at the same steps."""
-    alike: dict[tuple[int, ...], list[int]] = {}
-    for rank, series in enumerate(check["series"]):
-        alike.setdefault(tuple(series), []).append(rank)
-    for seen, ranks in alike.items():
-        if seen:
-            ends = f"{words.size(seen[0])} to {words.size(seen[-1])}"
-            yield f"{words.ranks(ranks)}: {words.sparkline(seen)} {ends}"
-
-
-def _gc_row(test: Test, growth: Gc) -> _Row:
-    amount = f"+{growth['objects_per_append']:g} an append" if growth["verdict"] == "growing" else "0 objects"
-    types = ", ".join(f"{name} +{count:g}" for name, count in growth["by_type"].items())
-    alarming = growth["verdict"] in ALARMS
-    return _Row(
-        word=growth["verdict"],
-        amount=amount,
-        ranks="",
-        series="",
-        name=test["nodeid"],
-        cause=types if alarming else "",
-        full=tuple(_gc_full(growth)),
-    )
-
-
-def _gc_full(growth: Gc) -> Iterator[str]:
-    yield from (f"{name}: +{count:g} an append" for name, count in growth["by_type"].items())
-    yield from (f"held by {chain}" for chain in growth["held_by"])
-    if growth["pause_ms"]:
-        yield "full collection " + ", ".join(f"{when} {ms:.1f} ms" for when, ms in growth["pause_ms"].items())
-    if growth["note"]:
-        yield growth["note"]
-
-
-def _line(row: _Row, width: int) -> str:
-    head = f"{row.shown_word:<8} {row.amount:>17} {row.ranks:<7} {row.series:<8} "
-    return (head + _shortened(row.name, max(width - len(head), 12))).rstrip()
-
-
-def _shortened(text: str, room: int) -> str:
-    """The end of a name tells it from its neighbours, so the beginning goes."""
-    return text if len(text) <= room else "…" + text[len(text) - room + 1 :]
-
-
-def _cause_line(row: _Row, width: int) -> str:
-    text = f"{'':<8} {row.cause}"
-    return text if len(text) <= width else text[: width - 1] + "…"
-
-
-def _screen(rows: Sequence[_Row], width: int, room: int) -> list[str]:
-    """At most `room` lines: alarming checks first, then their causes, then the clean ones; the rest is counted."""
-    alarming = [row for row in rows if row.alarming]
-    wanted = sum(1 + bool(row.cause) for row in alarming)
-    clean = len(rows) - len(alarming)
-    spare = room - len(rows)
-    if spare < wanted - len(alarming):  # causes push clean checks out, but not alarming ones
-        clean = max(0, min(clean, room - 1 - wanted))
-    shown = [*alarming, *rows[len(alarming) : len(alarming) + clean]]
-    folded = len(rows) > len(shown) or len(shown) > room
-    shown = shown[: room - folded]
-    causes = room - folded - len(shown)
-    lines: list[str] = []
-    for row in shown:
-        lines.append(_line(row, width))
-        if row.cause and causes > 0:
-            lines.append(_cause_line(row, width))
-            causes -= 1
-    if len(rows) > len(shown):
-        lines.append(f"… and {len(rows) - len(shown)} more (-v shows all)")
-    return lines
-
-
-def _all_lines(rows: Sequence[_Row]) -> Iterator[str]:
-    for row in rows:
-        yield _line(row, 10_000)
-        yield from (f"{'':<8} {text}" for text in row.full)
-
-
-def _counts(rows: Sequence[_Row]) -> str:
-    counted = [(word, sum(row.word == word for row in rows)) for word in _ORDER]
-    said = ", ".join(f"{count} {word.upper() if word in ALARMS else word}" for word, count in counted if count)
-    return f"sglmem: {said}"
-
-
-def _proof_lines(proof: Proof | None, width: int, verbosity: int) -> Iterator[str]:
-    if proof is None:
-        return
-    caught = sum(fault["verdict"] == "caught" for fault in proof["faults"])
-    score = "no fault fired" if proof["score"] is None else f"score {proof['score']:.0%}"
-    yield f"proof: {caught} of {len(proof['faults'])} faults caught, {score}"
-    missed = [fault for fault in proof["faults"] if fault["verdict"] != "caught" or verbosity > 0]
-    limit = len(missed) if verbosity > 0 else 4
-    for fault in missed[:limit]:
-        word = fault["verdict"].upper() + "!" if fault["verdict"] == "survived" else fault["verdict"]
-        yield _shortened(f"  {word:<14} {fault['fault']}", width)
 
 
 # --- comparison with an earlier report ------------------------------------------------------------------------------
@@ -438,3 +264,27 @@ def _grown(now: Test, was: Test, allowed: Fraction) -> Iterator[str]:
 
 def _percent(now: float, was: float) -> str:
     return f" (+{100 * (now - was) / was:.3g}%)" if was else ""
+
+
+# --- junit ----------------------------------------------------------------------------------
+
+
+def junit_properties(entry: Test) -> list[tuple[str, str]]:
+    """The entry as junit properties: a verdict a check, and what a dashboard would plot of it.
+
+    Names are `sglmem_<what>`, with the check's number where a test has several of a kind.
+    """
+    found: list[tuple[str, str]] = []
+    for number, check in enumerate(entry["live_bytes"]):
+        mark = f"_{number}" if len(entry["live_bytes"]) > 1 else ""
+        found.append((f"sglmem_live_bytes{mark}", check["verdict"]))
+        found.append((f"sglmem_bytes_per_cycle{mark}", str(max(check["bytes_per_cycle"], default=0))))
+        found.append((f"sglmem_settled_bytes{mark}", str(settled(check))))
+        if check["sites"]:
+            site = check["sites"][0]
+            found.append((f"sglmem_site{mark}", f"{site['site']} ({site['mechanism']})"))
+    for number, growth in enumerate(entry["gc"]):
+        mark = f"_{number}" if len(entry["gc"]) > 1 else ""
+        found.append((f"sglmem_gc{mark}", growth["verdict"]))
+        found.append((f"sglmem_objects_per_append{mark}", f"{growth['objects_per_append']:g}"))
+    return found

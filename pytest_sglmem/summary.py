@@ -1,0 +1,288 @@
+"""A report's checks as rows, and the rows as lines: for a terminal, for GitHub's step summary.
+
+A row is one check: a verdict word, how much, on which ranks, a small series, the test, the cause. Words that alarm are
+in capitals with a mark, so they stand out where there is no colour. Whatever is longer than the line is shortened at
+the end that says less; nothing is measured or judged here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from . import words
+from .document import ALARMS, ORDER, Document, Gc, IpcFault, LiveBytes, Proof, SlowStep, Test
+
+SCREEN = 23  # lines of a classic terminal less the title of the section: what the default summary keeps to
+GITHUB_ROWS = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One check as text: `cause` says why it is not clean (empty where it is), `full` is what -v adds."""
+
+    word: str
+    amount: str
+    ranks: str
+    series: str
+    name: str
+    cause: str = ""
+    full: tuple[str, ...] = ()
+
+    @property
+    def alarming(self) -> bool:
+        """Somebody should look at this check."""
+        return self.word in ALARMS
+
+    @property
+    def shown_word(self) -> str:
+        """The verdict as it stands out in plain text."""
+        return f"{self.word.upper()}!" if self.alarming else self.word
+
+
+def terminal_lines(document: Document, width: int = 80, verbosity: int = 0) -> list[str]:
+    """The lines of the summary section: a line a check, the alarming ones first and in capitals.
+
+    Verbosity below 0: nothing where all is clean, else one line that counts. 0: at most a screen for 20 tests (what
+    does not fit is counted), no line longer than `width` (at least 60). 1 and more: everything, uncut.
+    """
+    rows = sorted_rows(document)
+    closing = [*_slowest_of_all(document, width), *proof_lines(document["proof"], width, verbosity)]
+    if rows:
+        closing.append(counts(rows))
+    if verbosity < 0:
+        return closing[-1:] if any(row.alarming for row in rows) else []
+    if verbosity > 0:
+        return [*_all_lines(rows), *closing]
+    return [*_screen(rows, width, SCREEN - len(closing)), *closing]
+
+
+def github_summary(document: Document) -> str:
+    """The report as GitHub-flavoured markdown for `$GITHUB_STEP_SUMMARY`: a table, alarming checks first.
+
+    Empty where nothing was checked. At most a hundred rows: the step summary holds 1 MiB, and nobody reads more.
+    """
+    rows = sorted_rows(document)
+    if not rows:
+        return ""
+    lines = [
+        f"### {counts(rows)}",
+        "",
+        "| verdict | how much | ranks | series | test | cause |",
+        "|---|--:|---|---|---|---|",
+    ]
+    for row in rows[:GITHUB_ROWS]:
+        word = f"**{row.shown_word}**" if row.alarming else row.word
+        cells = [word, row.amount, row.ranks, row.series, _code(row.name), _cell(row.cause)]
+        lines.append(f"| {' | '.join(cells)} |")
+    if len(rows) > GITHUB_ROWS:
+        lines += ["", f"… and {len(rows) - GITHUB_ROWS} more"]
+    lines += ["", *(f"{_cell(line.strip())}  " for line in proof_lines(document["proof"], 200, 0))]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def counts(rows: Sequence[Row]) -> str:
+    """How many checks said what: "sglmem: 2 LEAK, 12 flat"."""
+    counted = [(word, sum(row.word == word for row in rows)) for word in ORDER]
+    said = ", ".join(f"{count} {word.upper() if word in ALARMS else word}" for word, count in counted if count)
+    return f"sglmem: {said}"
+
+
+def sorted_rows(document: Document) -> list[Row]:
+    """All checks of the session, the worst verdicts first, else in the order they came."""
+    rows = [row for test in document["tests"] for row in check_rows(test)]
+    return sorted(rows, key=lambda row: ORDER.index(row.word))
+
+
+def check_rows(test: Test) -> list[Row]:
+    """The checks of one test: live bytes, then tracked objects."""
+    return [
+        *(_bytes_row(test, check) for check in test["live_bytes"]),
+        *(_gc_row(test, growth) for growth in test["gc"]),
+    ]
+
+
+def proof_lines(proof: Proof | None, width: int = 80, verbosity: int = 0) -> Iterator[str]:
+    """The proof's score, and what was not caught (all faults where verbosity is above 0)."""
+    if proof is None:
+        return
+    caught = sum(fault["verdict"] == "caught" for fault in proof["faults"])
+    score = "none fired" if proof["score"] is None else f"score {proof['score']:.0%}"
+    yield f"proof: {caught} of {len(proof['faults'])} faults caught, {score}"
+    shown = [fault for fault in proof["faults"] if fault["verdict"] != "caught" or verbosity > 0]
+    limit = len(shown) if verbosity > 0 else 4
+    for fault in sorted(shown, key=lambda fault: fault["verdict"] != "survived")[:limit]:
+        word = "SURVIVED!" if fault["verdict"] == "survived" else fault["verdict"]
+        yield shortened(f"  {word:<14} {fault['fault']}", width)
+    if len(shown) > limit:
+        yield f"  and {len(shown) - limit} more (-v shows all)"
+
+
+def shortened(text: str, room: int) -> str:
+    """`text` in `room` characters, its end cut."""
+    return text if len(text) <= room else text[: room - 1] + "…"
+
+
+def _shortened_name(text: str, room: int) -> str:
+    # The end of a name tells it from its neighbours, so the beginning goes.
+    return text if len(text) <= room else "…" + text[len(text) - room + 1 :]
+
+
+def _bytes_row(test: Test, check: LiveBytes) -> Row:
+    guilty, amount = _guilty_and_amount(check)
+    worst = max(guilty, key=lambda rank: check["bytes_per_cycle"][rank], default=0)
+    shown = check["settled"] or check["series"]
+    return Row(
+        word=check["verdict"],
+        amount=amount,
+        ranks=_short_ranks(guilty, len(check["bytes_per_cycle"])),
+        series=words.sparkline(shown[worst], 8) if shown else "",
+        name=test["nodeid"],
+        cause=_bytes_cause(check),
+        full=tuple(_bytes_full(check)),
+    )
+
+
+def _guilty_and_amount(check: LiveBytes) -> tuple[list[int], str]:
+    """The ranks that the verdict is about, and the most that one of them shows."""
+    values, unit = {
+        "late": (check["late_bytes"], "late"),
+        "cyclic": (check["cyclic_bytes"], "cyclic"),
+    }.get(check["verdict"], (check["bytes_per_cycle"], "a cycle"))
+    if check["verdict"] not in ALARMS:
+        return list(range(len(values))), words.size(settled(check))
+    return [rank for rank, value in enumerate(values) if value > 0], f"+{words.size(max(values, default=0))} {unit}"
+
+
+def settled(check: LiveBytes) -> int:
+    """The settled size of the fullest rank, at the last cycle's end."""
+    return max((ends[-1] for ends in check["settled"] if ends), default=0)
+
+
+def _short_ranks(ranks: Sequence[int], size: int) -> str:
+    return f"all {size}" if len(ranks) == size and size > 1 else words.ranks(ranks)
+
+
+def _bytes_cause(check: LiveBytes) -> str:
+    if check["verdict"] not in ALARMS:
+        return ""
+    parts = [f"{site['site']}  {site['mechanism']}" for site in check["sites"][:1]]
+    parts += [f"{fault['opens']} opens{_counter(fault)}" for fault in check["ipc"]["faults"][:1]]
+    if len(check["sites"]) > 1:
+        parts.append(f"+{len(check['sites']) - 1} more")
+    return "  ".join(parts)
+
+
+def _counter(fault: IpcFault) -> str:
+    return "" if fault["counter"] is None else f", counter {fault['counter']}"
+
+
+def _bytes_full(check: LiveBytes) -> Iterator[str]:
+    yield from _series_lines(check)
+    for site in check["sites"]:
+        grown = f"+{words.size(site['bytes_per_cycle'])} a cycle"
+        yield f"{site['site']}: {grown}, {words.ranks(site['ranks'])}, {site['mechanism']}"
+        yield from (f"  from {frame}" for frame in site["stack"][1:])
+        yield from (f"  held by {chain}" for chain in site["held_by"])
+    if check["slowest"]:
+        yield f"slowest step: {_step_text(check, check['slowest'])}"
+    for fault in check["ipc"]["faults"]:
+        each = f"{fault['handles']} handles of {fault['site']}, {fault['opens']} opens each{_counter(fault)}"
+        yield f"ipc {fault['kind']}: {each}, {words.size(fault['bytes'])}, by {words.ranks(fault['by_ranks'])}"
+    if check["note"]:
+        yield check["note"]
+
+
+def _step_text(check: LiveBytes, step: SlowStep) -> str:
+    length = len(check["geometries"])
+    cycle, index = divmod(step["step"], length) if length else (0, step["step"])
+    shape = f" ({check['geometries'][index]})" if length else ""
+    return f"{step['seconds']:.3f} s, rank {step['rank']}, cycle {cycle}, step {index}{shape}"
+
+
+def _slowest_of_all(document: Document, width: int) -> Iterator[str]:
+    steps = [
+        (check["slowest"]["seconds"], f"{_step_text(check, check['slowest'])}, {test['nodeid']}")
+        for test in document["tests"]
+        for check in test["live_bytes"]
+        if check["slowest"]
+    ]
+    if steps:
+        yield shortened(f"slowest step: {max(steps)[1]}", width)
+
+
+def _series_lines(check: LiveBytes) -> Iterator[str]:
+    """One line for all ranks that saw the same bytes at the same steps."""
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for rank, series in enumerate(check["series"]):
+        alike.setdefault(tuple(series), []).append(rank)
+    for seen, ranks in alike.items():
+        if seen:
+            ends = f"{words.size(seen[0])} to {words.size(seen[-1])}"
+            yield f"{words.ranks(ranks)}: {words.sparkline(seen)} {ends}"
+
+
+def _gc_row(test: Test, growth: Gc) -> Row:
+    amount = f"+{growth['objects_per_append']:g} an append" if growth["verdict"] == "growing" else "0 objects"
+    types = ", ".join(f"{name} +{count:g}" for name, count in growth["by_type"].items())
+    alarming = growth["verdict"] in ALARMS
+    return Row(
+        word=growth["verdict"],
+        amount=amount,
+        ranks="",
+        series="",
+        name=test["nodeid"],
+        cause=types if alarming else "",
+        full=tuple(_gc_full(growth)),
+    )
+
+
+def _gc_full(growth: Gc) -> Iterator[str]:
+    yield from (f"{name}: +{count:g} an append" for name, count in growth["by_type"].items())
+    yield from (f"held by {chain}" for chain in growth["held_by"])
+    if growth["pause_ms"]:
+        yield "full collection " + ", ".join(f"{when} {ms:.1f} ms" for when, ms in growth["pause_ms"].items())
+    if growth["note"]:
+        yield growth["note"]
+
+
+def _line(row: Row, width: int) -> str:
+    head = f"{row.shown_word:<8} {row.amount:>17} {row.ranks:<7} {row.series:<8} "
+    return (head + _shortened_name(row.name, max(width - len(head), 12))).rstrip()
+
+
+def _screen(rows: Sequence[Row], width: int, room: int) -> list[str]:
+    """At most `room` lines: alarming checks first, then their causes, then clean checks; the rest is counted."""
+    alarming = [row for row in rows if row.alarming]
+    wanted = len(rows) + sum(bool(row.cause) for row in alarming)
+    room -= wanted > room  # the line that counts the rest
+    alarming = alarming[:room]
+    causes = min(room - len(alarming), sum(bool(row.cause) for row in alarming))
+    clean = [row for row in rows if not row.alarming][: room - len(alarming) - causes]
+    lines: list[str] = []
+    for row in [*alarming, *clean]:
+        lines.append(_line(row, width))
+        if row.cause and causes:
+            lines.append(shortened(f"{'':<8} {row.cause}", width))
+            causes -= 1
+    left = len(rows) - len(alarming) - len(clean)
+    if wanted > room:
+        lines.append(f"… and {left} more (-v shows all)" if left else "… causes: -v")
+    return lines
+
+
+def _all_lines(rows: Sequence[Row]) -> Iterator[str]:
+    for row in rows:
+        yield _line(row, 10_000)
+        yield from (f"{'':<8} {text}" for text in row.full)
+
+
+def _cell(text: str) -> str:
+    for special in "\\|<>*_`[]":
+        text = text.replace(special, f"\\{special}")
+    return text
+
+
+def _code(text: str) -> str:
+    # Inside a code span only the bar of the table and the backtick itself still mean something.
+    return f"`{text.replace('`', chr(39)).replace('|', chr(92) + '|')}`"
