@@ -244,12 +244,18 @@ def _may_import(module: str) -> bool:
     return root not in _HARNESS or module.startswith(_CODE_UNDER_TEST)
 
 
-def by_harness(frame: FrameType) -> bool:
+def by_harness(frame: FrameType | None) -> bool:
     """Whether the harness itself (or torch's c10d, from inside one of its own collectives) makes this call."""
-    name = frame.f_globals.get("__name__", "")
-    if name.partition(".")[0] in _HARNESS:
-        return not name.startswith(_CODE_UNDER_TEST)
-    return name == _C10D
+    while frame is not None and frame.f_globals.get("__name__") == __name__:  # a gate around a gate
+        frame = frame.f_back
+    return frame is not None and _is_harness(frame.f_globals.get("__name__") or "")
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_harness(module: str) -> bool:
+    if module.partition(".")[0] in _HARNESS:
+        return not module.startswith(_CODE_UNDER_TEST)
+    return module == _C10D
 
 
 def _nothing(*args: object, **kwargs: object) -> None:
@@ -681,7 +687,7 @@ def _at_write(gate: Gate, patches: Patches, stack: contextlib.ExitStack) -> None
         writes = isinstance(mode, str) and not set("wax+").isdisjoint(mode)
         if gate.off or not writes or by_harness(sys._getframe(1)):
             return real_open(file, mode, *args, **kwargs)
-        return _open_gated(gate, file, mode, *args, **kwargs)
+        return _open_gated(gate, real_open, file, mode, *args, **kwargs)
 
     patches.function("open", [io, importlib.import_module("_io"), builtins], lambda real: opens)
 
@@ -701,6 +707,7 @@ class _GatedFile(io.FileIO):
 
 def _open_gated(
     gate: Gate,
+    real: Real,
     file: Any,
     mode: str,
     buffering: int = -1,
@@ -712,8 +719,10 @@ def _open_gated(
 ) -> object:
     """`open` for writing, on a raw layer of ours. Wrong arguments are `open`'s own errors."""
     binary = "b" in mode
-    if len(set(mode)) != len(mode) or (binary and (encoding or errors or newline)) or (not binary and buffering == 0):
-        return open(file, mode, buffering, encoding, errors, newline, closefd, opener)
+    sound = len(set(mode)) == len(mode) and sum(map(mode.count, "rwax")) == 1 and set(mode) <= set("rwax+bt")
+    refused = (encoding or errors or newline or "t" in mode) if binary else buffering == 0
+    if refused or not sound:
+        return real(file, mode, buffering, encoding, errors, newline, closefd, opener)
     raw = _GatedFile(file, mode.replace("b", "").replace("t", ""), closefd=closefd, opener=opener)
     raw.gate = gate
     try:
@@ -777,7 +786,7 @@ def _asked_by_harness() -> bool:
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
         if name.partition(".")[0] not in ("torch", "contextlib") and name != "pytest_sglmem.emulated":
-            return by_harness(frame)
+            return _is_harness(name)
         frame = frame.f_back
     return False
 

@@ -1,0 +1,64 @@
+"""What an armed but silent fault point costs a call, and what none armed costs: python benchmarks/faults.py
+
+Each line is the least of 7 repeats, and the bare function beside it. The claim: under 1 us armed, nothing otherwise.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import sys
+import time
+import timeit
+from collections.abc import Callable
+
+from pytest_sglmem.faults import armed, parse
+
+CALLS = 100_000
+LIMIT_NS = 1000
+
+
+def per_call_ns(call: Callable[[], object]) -> float:
+    return min(timeit.repeat(call, number=CALLS, repeat=7)) / CALLS * 1e9
+
+
+def main() -> int:
+    null = os.open(os.devnull, os.O_WRONLY)
+    file = open(os.devnull, "wb", buffering=0)  # noqa: SIM115
+    calls: dict[str, Callable[[], object]] = {
+        "pickle.dumps@nth=1000000000=corrupt": lambda: pickle.dumps(None),
+        "pickle.loads@nth=1000000000=corrupt": lambda: pickle.loads(b"N."),
+        "gc.enable@nth=1000000000=skip": lambda: gc.enable(),
+        "clock.time@nth=1000000000=jump(1)": lambda: time.time(),
+        "file.fsync@every=1000000000=skip": lambda: _ignore(os.fsync, null),
+        "file.write@nth=1000000000=enospc": lambda: file.write(b"x"),
+    }
+    worst, lines = 0.0, [f"{'fault, armed but silent':<42}{'bare':>9}{'armed':>9}{'cost':>9}  (ns a call)"]
+    for text, call in calls.items():
+        bare = per_call_ns(call)
+        with armed([parse(text, origin="benchmark")], rank=-1, seed=0):
+            if text.startswith("file.write"):
+                file = open(os.devnull, "wb", buffering=0)  # noqa: SIM115
+            cost = per_call_ns(call)
+        lines.append(f"{text:<42}{bare:>9.0f}{cost:>9.0f}{cost - bare:>9.0f}")
+        worst = max(worst, cost - bare)
+    with armed([parse("step@nth=1000000000=keep-live", origin="benchmark")], rank=0, seed=0) as here:
+        lines.append(f"{'step@nth=1000000000=keep-live':<42}{'':>9}{per_call_ns(here.before_step):>9.0f}")
+    with armed((), rank=0, seed=0) as here:
+        lines.append(f"{'nothing armed: before_step':<42}{'':>9}{per_call_ns(here.before_step):>9.0f}")
+    print(f"Python {sys.version.split()[0]}, {os.cpu_count()} cores")
+    print("\n".join(lines))
+    print(f"worst {worst:.0f} ns, limit {LIMIT_NS} ns: {'within' if worst < LIMIT_NS else 'OVER'}")
+    return int(worst >= LIMIT_NS)
+
+
+def _ignore(call: Callable[[int], object], number: int) -> None:
+    try:
+        call(number)
+    except OSError:
+        pass
+
+
+if __name__ == "__main__":
+    sys.exit(main())
