@@ -1,0 +1,240 @@
+"""When may a rank read what its peers wrote: the two ways to say so, on the device and through the host.
+
+`StreamOrder` puts a write of a flag behind the copies on this rank's stream and a wait for the peers' flags before the
+readers: the host never waits, and the flags lie in memory that the ranks share by CUDA IPC. It needs NVIDIA's
+`cuda-bindings` and a device a rank. `HostOrder` drains the stream and tells the peers through the board: right
+everywhere, on one shared GPU and on a device without streams too, and slower.
+
+Messages are numbered from 1 in one sequence for all copies of a rank; a peer that has message n has all before it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+
+from .board import Board
+
+_FLAG = 4  # bytes
+_MASK = 0xFFFFFFFF
+# Chunks from this size on: the copy to this rank's own buffer runs beside those to the peers, on a second stream. Below
+# it, the two events that this takes cost more than they save.
+_ASIDE_BYTES = 1 << 20
+_LOOKS_IN_LIMIT = 8
+
+
+class Target(NamedTuple):
+    """Where one chunk of a send buffer goes: the peer, the row of its staging buffer, and that row's address."""
+
+    rank: int
+    row: torch.Tensor
+    address: int
+
+
+class HostOrder:
+    """Order through the host: `post` returns when the copies have arrived, `wait` when all peers have said so."""
+
+    name = "host"
+
+    def __init__(self, board: Board) -> None:
+        self._board = board
+
+    def exchange(self, targets: Sequence[Target], send: torch.Tensor, chunk_bytes: int, message: int) -> None:
+        """Copy chunk r of the contiguous `send` to the target of rank r, post `message` and wait for the peers'."""
+        rows = send.view(len(targets), -1)
+        for target in targets:
+            target.row.copy_(rows[target.rank])
+        self.post(message)
+        self.wait(message)
+
+    def aside(self) -> AbstractContextManager[object]:
+        """Where copies that run beside the computation go: here, into the stream itself."""
+        return contextlib.nullcontext()
+
+    def rejoin(self, *used: torch.Tensor) -> None:
+        """Let the current stream go on only after what ran aside; nothing ran aside."""
+
+    def post(self, message: int) -> None:
+        """Tell the peers that everything up to `message` has arrived."""
+        torch.cuda.synchronize()
+        self._board.done(message)
+
+    def wait(self, message: int) -> None:
+        """Return when every peer's `message` has arrived here. Raises PeerSilent, PlanMismatch."""
+        self._board.wait_done(message)
+
+    def close(self) -> None:
+        """Nothing to let go of."""
+
+
+class StreamOrder:
+    """Order on the device, by stream memory operations on flags that the ranks share.
+
+    `flags`: this rank's int32 flags, one a rank; `peers`: everybody's, opened here, in rank order; `driver`: the module
+    `cuda.bindings.driver`. A watch on a thread of its own looks now and then whether the peers' messages still come:
+    where none came for the board's limit it lets the waiting streams go, so that nobody hangs, and `failed` says why.
+    """
+
+    name = "stream"
+
+    def __init__(self, driver: ModuleType, board: Board, flags: torch.Tensor, peers: Sequence[torch.Tensor]) -> None:
+        self._driver, self._board, self._flags, self._peers = driver, board, flags, tuple(peers)
+        self._others = [rank for rank in range(board.world) if rank != board.rank]
+        self._out = [peers[rank].data_ptr() + _FLAG * board.rank for rank in self._others]
+        self._in = [flags.data_ptr() + _FLAG * rank for rank in self._others]
+        self._copy = driver.cuMemcpyDtoDAsync
+        self._geq = int(driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ)
+        self._fork, self._join = torch.cuda.Event(), torch.cuda.Event()
+        self._comm, self._beside = torch.cuda.Stream(), torch.cuda.Stream()
+        self._look = _stream_of_its_own(driver)
+        self._watch = Watch(self._arrived, self._let_go, board.limit)
+
+    def exchange(self, targets: Sequence[Target], send: torch.Tensor, chunk_bytes: int, message: int) -> None:
+        """Copy chunk r of the contiguous `send` to the target of rank r, post `message` and wait for the peers'.
+
+        The last target is this rank's own buffer. All of it goes to the current stream; the host does not wait.
+        """
+        copy, base, current = self._copy, send.data_ptr(), torch.cuda.current_stream()
+        stream, (own, _, address) = current.cuda_stream, targets[-1]
+        aside = chunk_bytes >= _ASIDE_BYTES
+        if aside:
+            self._fork.record(current)
+            self._beside.wait_event(self._fork)
+        _ok(copy(address, base + own * chunk_bytes, chunk_bytes, self._beside.cuda_stream if aside else stream))
+        for rank, _, address in targets[:-1]:
+            _ok(copy(address, base + rank * chunk_bytes, chunk_bytes, stream))
+        self._post(stream, message)
+        self._wait(stream, message)
+        if aside:
+            self._join.record(self._beside)
+            current.wait_event(self._join)
+
+    def aside(self) -> AbstractContextManager[object]:
+        """The stream for copies that run beside the computation, behind what the current stream holds now."""
+        self._comm.wait_stream(torch.cuda.current_stream())
+        return torch.cuda.stream(self._comm)
+
+    def rejoin(self, *used: torch.Tensor) -> None:
+        """Let the current stream go on only after what ran aside; the tensors `used` there stay until then."""
+        for tensor in used:
+            tensor.record_stream(self._comm)
+        torch.cuda.current_stream().wait_stream(self._comm)
+
+    def post(self, message: int) -> None:
+        """Behind the copies of the current stream, write `message` to this rank's flag at every peer."""
+        self._post(torch.cuda.current_stream().cuda_stream, message)
+
+    def wait(self, message: int) -> None:
+        """Let the current stream go on only when every peer's `message` is here. Raises what the watch found."""
+        self._wait(torch.cuda.current_stream().cuda_stream, message)
+
+    def _post(self, stream: int, message: int) -> None:
+        write = self._driver.cuStreamWriteValue32
+        for address in self._out:
+            _ok(write(stream, address, message & _MASK, 0))
+
+    def _wait(self, stream: int, message: int) -> None:
+        if self._watch.failed is not None:
+            raise self._watch.failed
+        wait, geq = self._driver.cuStreamWaitValue32, self._geq
+        for address in self._in:
+            _ok(wait(stream, address, message & _MASK, geq))
+        self._watch.expect(message)
+
+    def close(self) -> None:
+        """End the watch and let go of the flags."""
+        self._watch.close()
+        del self._flags, self._peers
+
+    def _arrived(self) -> list[int]:
+        # On a stream of its own: every other may be waiting for these very flags.
+        with torch.cuda.device(self._flags.device), torch.cuda.stream(self._look):
+            flags = self._flags.cpu().tolist()
+        return [flags[rank] for rank in self._others]
+
+    def _let_go(self, message: int) -> Exception:
+        late = [rank for rank, flag in zip(self._others, self._arrived(), strict=True) if not has_come(flag, message)]
+        for address in self._in:
+            _ok(self._driver.cuStreamWriteValue32(self._look.cuda_stream, address, message & _MASK, 0))
+        return self._board.silent(late)
+
+
+def has_come(flag: int, message: int) -> bool:
+    """Whether a 32-bit `flag` says that `message` has come. Both go round after 2**32, as the driver compares them."""
+    return (flag - message) & _MASK < 1 << 31
+
+
+class Watch:
+    """Looks from a thread whether expected messages come, and gives up where none came for `limit` seconds.
+
+    `arrived()` says what has come from each peer; `give_up(message)` is called once, and the error that it returns is
+    `failed` from then on.
+    """
+
+    def __init__(self, arrived: Callable[[], list[int]], give_up: Callable[[int], Exception], limit: float) -> None:
+        self.failed: Exception | None = None
+        self._arrived, self._give_up, self._limit = arrived, give_up, limit
+        self._expected = 0
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="sglmem-watch", daemon=True)
+        self._thread.start()
+
+    def expect(self, message: int) -> None:
+        """From now on `message` should come."""
+        self._expected = message
+
+    def close(self) -> None:
+        """End the thread."""
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        seen: list[int] = []
+        since, settled = time.monotonic(), 0
+        while not self._ended.wait(self._limit / _LOOKS_IN_LIMIT):
+            expected = self._expected
+            if expected == settled:
+                since = time.monotonic()
+                continue
+            arrived = self._arrived()
+            if all(has_come(flag, expected) for flag in arrived):
+                settled = expected
+            if arrived != seen or settled == expected:
+                seen, since = arrived, time.monotonic()
+            elif time.monotonic() - since > self._limit:
+                self.failed = self._give_up(expected)
+                return
+
+
+def _stream_of_its_own(driver: ModuleType) -> torch.cuda.Stream:
+    # torch's streams come from a pool and repeat, so that one of them may be the very stream that waits.
+    result, stream = driver.cuStreamCreate(int(driver.CUstream_flags.CU_STREAM_NON_BLOCKING))
+    _ok((result,))
+    return torch.cuda.ExternalStream(int(stream))
+
+
+def _ok(result: tuple[object, ...]) -> None:
+    if result[0]:
+        raise RuntimeError(f"the CUDA driver says {result[0]}")
+
+
+def can_order_on_device(flags: torch.Tensor) -> ModuleType | None:
+    """`cuda.bindings.driver` where it is installed and knows the memory of `flags`, else None."""
+    try:
+        from cuda.bindings import driver
+    except ImportError:
+        return None
+    kind = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE
+    try:
+        result, memory = driver.cuPointerGetAttribute(kind, flags.data_ptr())
+    except RuntimeError:  # there is the package, and no driver
+        return None
+    known = int(result) == 0 and int(memory) == int(driver.CUmemorytype.CU_MEMORYTYPE_DEVICE)
+    return driver if known else None

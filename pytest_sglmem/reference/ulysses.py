@@ -1,0 +1,378 @@
+"""Ulysses sequence parallelism over CUDA IPC, without losing memory: a handle a peer, and a collective release.
+
+`exchange` is `all_to_all_single` with equal splits, by copies straight into the peers' staging buffers; `attention`
+runs head groups pipelined against it. torch keeps one count a handle and frees a block only when the count is exactly
+zero, so that one handle opened by seven peers ends at -6 and its block is lost: here every peer gets a handle of its
+own, and a buffer is let go of by all ranks together: synchronize, barrier, collect. `replaced_ulysses.py` beside this
+file does neither.
+
+For inference (no gradient flows through it), one process a rank, all ranks on one host; every rank of the group calls
+alike, and calls follow one another in stream order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing import reductions
+
+from .board import Board, PeerSilent, Plan, PlanMismatch
+from .order import HostOrder, StreamOrder, Target, can_order_on_device
+
+__all__ = ["PeerSilent", "PlanMismatch", "UlyssesAllToAll"]
+_DEVICE_ARGUMENT = 6  # of rebuild_cuda_tensor: the same in every torch from 1.10 to 2.14
+_Handle = tuple[Callable[..., torch.Tensor], tuple[object, ...]]  # what reduce_tensor returns
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@dataclass(slots=True)
+class _Staging:
+    """Two receive buffers of one size, used in turn, and where this rank's chunks go in those of all ranks."""
+
+    code: int
+    chunk_bytes: int
+    mine: tuple[torch.Tensor, ...]
+    targets: tuple[tuple[Target, ...], ...]
+    turn: int = 0
+
+
+class _Pool(NamedTuple):
+    """A flat buffer of each rank, opened here, in rank order; this rank's own is at its own place."""
+
+    everyones: tuple[torch.Tensor, ...]
+    elements: int
+
+
+class UlyssesAllToAll:
+    """All-to-all between the ranks of `group` through CUDA IPC. Making one is collective, as is every call.
+
+    `max_staging`: how many sizes of exchange keep a staging buffer (the least recently used is let go of by all ranks
+    together); `limit`: seconds after which a rank that does not come is an error; `order`: "stream" lets the devices
+    wait for each other (needs `cuda-bindings` and a device a rank), "host" the processes, "auto" takes "stream" where
+    every rank can.
+
+    Every call raises PlanMismatch where the ranks ask for different things, PeerSilent where one does not come, and
+    ValueError for a tensor that it cannot take. `declined` counts the exchanges under CUDA graph capture: none of this
+    can be captured, so those are the group's own `all_to_all_single`.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        max_staging: int = 8,
+        limit: float = 60.0,
+        order: Literal["auto", "stream", "host"] = "auto",
+    ) -> None:
+        if max_staging < 1:
+            raise ValueError(f"max_staging must be at least 1 (got {max_staging})")
+        if order not in ("auto", "stream", "host"):
+            raise ValueError(f"order must be auto, stream or host (got {order!r})")
+        self.group, self.max_staging = group, max_staging
+        self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
+        self.declined = 0
+        self._wanted_order = order
+        self._board = Board(group, limit)
+        self._order: HostOrder | StreamOrder | None = None
+        self._staging: OrderedDict[tuple[int, torch.dtype], _Staging] = OrderedDict()
+        self._pools: dict[torch.dtype, _Pool] = {}
+        self._message = 0
+
+    def __enter__(self) -> UlyssesAllToAll:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        # After an error the others may not come any more: let go without them.
+        if error is None:
+            self.drop()
+        else:
+            self._forget()
+
+    @property
+    def order(self) -> str:
+        """How ranks wait for each other: "stream", "host", or "" before the first call has settled it."""
+        return self._order.name if self._order is not None else ""
+
+    def share(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Every rank's `tensor`, in rank order, the peers' opened in this device's context. Collective.
+
+        Each peer gets a handle of its own and opens it once, so that every count returns to exactly zero. What is
+        shared is given back by dropping the result and the tensor in every rank, then `release_shared`.
+        """
+        self._board.agree(Plan("share", tensor.numel(), tensor.dtype).code())
+        return self._share(tensor)
+
+    def release_shared(self) -> None:
+        """Give what was shared, and is dropped, back to the allocator: synchronize, barrier, collect. Collective."""
+        self._board.agree(Plan("release", 0, torch.uint8).code())
+        self._release()
+
+    def exchange(self, send: torch.Tensor) -> torch.Tensor:
+        """`all_to_all_single` with equal splits: chunk r of `send` goes to rank r, chunk r of the result is from it.
+
+        The result has the shape of `send` and lies in a staging buffer: it is good until the next exchange of the same
+        number of elements and dtype, and what reads it must be enqueued by then; `.clone()` keeps it longer.
+        """
+        if torch.cuda.is_current_stream_capturing():
+            return self._decline(send)
+        key = self._key(send)
+        staging = self._staging.get(key)
+        if staging is None:
+            staging = self._build(key)
+        else:
+            self._board.post(staging.code)
+            self._staging.move_to_end(key)
+        staging.turn = turn = 1 - staging.turn
+        self._message += 1
+        self._ordered().exchange(staging.targets[turn], send, staging.chunk_bytes, self._message)
+        return staging.mine[turn].view(send.shape)
+
+    def attention(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attend: Attend, groups: int = 1
+    ) -> torch.Tensor:
+        """Attention over the whole sequence, of which each rank holds a stretch.
+
+        `q`: (batch, tokens of this rank, heads, size), `k` and `v` the same with as many heads or fewer, of which each
+        serves a run of query heads (grouped-query attention). `attend(q, k, v)` sees all tokens of a part of the
+        heads, (batch, all tokens, some heads, size), must treat each head alone, and returns the shape of its `q`.
+        The heads of a rank are done in `groups` parts: while one is attended, the next is on its way. The result has
+        the shape of `q` and is the same, to the bit, for every number of groups.
+        """
+        split = _Split.of(q, k, v, self.world, groups)
+        pool = self._pool(split.elements, q.dtype)
+        order, mine = self._ordered(), pool.everyones[self.rank]
+        first = self._message + 1
+        with order.aside():
+            order.wait(self._message)  # of the call before: all have read the pool
+            for group in range(groups):
+                self._send_in(split, group, pool, q, k, v)
+                order.post(first + group)
+        outs = []
+        for group in range(groups):
+            order.wait(first + group)
+            out = attend(*(split.whole(mine, part, group) for part in "qkv"))
+            outs.append(out)
+            with order.aside():
+                self._send_out(split, group, pool, out)
+                order.post(first + groups + group)
+        order.wait(first + 2 * groups - 1)
+        order.rejoin(*outs)
+        result = split.together(mine, torch.empty_like(q))
+        self._message = first + 2 * groups
+        order.post(self._message)
+        return result
+
+    def drop(self) -> None:
+        """Let go of every buffer, in all ranks together. Collective. A later call starts again."""
+        self._board.agree(Plan("drop", 0, torch.uint8).code())
+        torch.cuda.synchronize()
+        self._forget()
+        self._release()
+
+    def _forget(self) -> None:
+        self._staging.clear()
+        self._pools.clear()
+        if self._order is not None:
+            self._order.close()
+            self._order = None
+
+    def _decline(self, send: torch.Tensor) -> torch.Tensor:
+        self.declined += 1
+        received = torch.empty_like(send)
+        dist.all_to_all_single(received, send, group=self.group)
+        return received
+
+    def _key(self, send: torch.Tensor) -> tuple[int, torch.dtype]:
+        elements = send.numel()
+        if not send.is_cuda or not send.is_contiguous() or elements % self.world or not elements:
+            raise ValueError(
+                f"exchange takes a contiguous CUDA tensor whose elements divide among {self.world} ranks (got "
+                f"{tuple(send.shape)} on {send.device}{'' if send.is_contiguous() else ', not contiguous'})"
+            )
+        return elements, send.dtype
+
+    def _build(self, key: tuple[int, torch.dtype]) -> _Staging:
+        """A staging buffer of a new size; room for it is made first, so that old and new never stand side by side."""
+        elements, dtype = key
+        code = Plan("exchange", elements, dtype).code()
+        self._board.agree(code)
+        while len(self._staging) >= self.max_staging:
+            torch.cuda.synchronize()
+            self._staging.popitem(last=False)
+            self._release()
+        self._ordered()
+        with _plain_segments():
+            mine = torch.empty(2, self.world, elements // self.world, dtype=dtype, device="cuda")
+        everyones = self._share(mine)
+        # Each rank begins with its neighbour: were all to begin with rank 0, its link would be full, the others idle.
+        ranks = [(self.rank + step) % self.world for step in range(1, self.world + 1)]
+        rows = [[everyones[rank][turn, self.rank] for rank in ranks] for turn in (0, 1)]
+        targets = [tuple(map(Target, ranks, turn, [row.data_ptr() for row in turn])) for turn in rows]
+        chunk_bytes = mine[0, 0].numel() * mine.element_size()
+        self._staging[key] = _Staging(code, chunk_bytes, mine.unbind(0), tuple(targets))
+        return self._staging[key]
+
+    def _pool(self, elements: int, dtype: torch.dtype) -> _Pool:
+        code, pool = Plan("attention", elements, dtype).code(), self._pools.get(dtype)
+        if pool is not None and pool.elements >= elements:
+            self._board.post(code)
+            return pool
+        self._board.agree(code)
+        if pool is not None:
+            torch.cuda.synchronize()
+            del pool, self._pools[dtype]
+            self._release()
+        self._ordered()
+        with _plain_segments():
+            mine = torch.empty(elements, dtype=dtype, device="cuda")
+        self._pools[dtype] = _Pool(self._share(mine), elements)
+        return self._pools[dtype]
+
+    def _send_in(
+        self, split: _Split, group: int, pool: _Pool, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> None:
+        for step in range(1, self.world + 1):
+            peer = (self.rank + step) % self.world
+            for part, tensor in zip("qkv", (q, k, v), strict=True):
+                place = split.inward(pool.everyones[peer], part)[group, :, self.rank]
+                place.copy_(tensor.detach()[:, :, split.heads(part, peer, group)])
+
+    def _send_out(self, split: _Split, group: int, pool: _Pool, out: torch.Tensor) -> None:
+        tokens = out.detach().unflatten(1, (self.world, split.tokens))
+        for step in range(1, self.world + 1):
+            peer = (self.rank + step) % self.world
+            split.outward(pool.everyones[peer])[group, self.rank].copy_(tokens[:, peer])
+
+    def _share(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        # The block may have been another tensor's a moment ago: what still works on it must end before peers write.
+        torch.cuda.synchronize()
+        handles = [reductions.reduce_tensor(tensor) if rank != self.rank else None for rank in range(self.world)]
+        everyones: list[list[_Handle]] = [[] for _ in range(self.world)]
+        dist.all_gather_object(everyones, handles, group=self.group)
+        return tuple(
+            tensor if rank == self.rank else _opened(theirs[self.rank], tensor.device)
+            for rank, theirs in enumerate(everyones)
+        )
+
+    def _release(self) -> None:
+        torch.cuda.synchronize()
+        dist.barrier(group=self.group)
+        torch.cuda.ipc_collect()
+
+    def _ordered(self) -> HostOrder | StreamOrder:
+        if self._order is None:
+            self._order = self._settle_order()
+        return self._order
+
+    def _settle_order(self) -> HostOrder | StreamOrder:
+        if self._wanted_order == "host":
+            return HostOrder(self._board)
+        flags = torch.zeros(self.world, dtype=torch.int32, device="cuda")
+        driver = can_order_on_device(flags)
+        devices: list[str] = [""] * self.world
+        dist.all_gather_object(devices, _device_name() if driver else "", group=self.group)
+        alone = len(set(devices)) == self.world
+        if driver and all(devices) and (alone or self._wanted_order == "stream"):
+            self._message = 0  # as the flags
+            return StreamOrder(driver, self._board, flags, self._share(flags))
+        if self._wanted_order == "stream":
+            raise RuntimeError(f"order='stream' needs cuda-bindings and a CUDA device in every rank (have {devices})")
+        return HostOrder(self._board)
+
+
+class _Split(NamedTuple):
+    """How one call of `attention` cuts heads into ranks and groups, and lays the parts out in a pool's buffer."""
+
+    batch: int
+    tokens: int
+    size: int
+    world: int
+    groups: int
+    q_heads: int
+    kv_heads: int
+    ratio: int
+
+    @classmethod
+    def of(cls, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, world: int, groups: int) -> _Split:
+        """The split of these tensors. Raises ValueError where they do not fit each other, the ranks or the groups."""
+        batch, tokens, heads, size = q.shape
+        if k.shape != v.shape or k.shape != (batch, tokens, k.shape[2], size) or not q.dtype == k.dtype == v.dtype:
+            raise ValueError(f"q, k and v do not fit: {[tuple(t.shape) for t in (q, k, v)]}")
+        if groups < 1 or heads % (world * groups):
+            raise ValueError(f"{heads} heads do not divide among {world} ranks in {groups} groups")
+        ratio, rest = divmod(heads, k.shape[2])
+        q_heads = heads // (world * groups)
+        if rest or (q_heads % ratio and ratio % q_heads):
+            raise ValueError(f"{k.shape[2]} key/value heads do not serve {heads} in parts of {q_heads}")
+        return cls(batch, tokens, size, world, groups, q_heads, max(q_heads // ratio, 1), ratio)
+
+    @property
+    def elements(self) -> int:
+        """Elements of the buffer: query, key, value and result of this rank's heads over all tokens."""
+        return self._of("q") * 2 + self._of("k") * 2
+
+    def heads(self, part: str, rank: int, group: int) -> slice:
+        """The heads of q, k or v that `rank` attends in `group`."""
+        first = (rank * self.groups + group) * self.q_heads
+        if part != "q":
+            first //= self.ratio
+        return slice(first, first + self._count(part))
+
+    def inward(self, buffer: torch.Tensor, part: str) -> torch.Tensor:
+        """Where q, k or v lie: (groups, batch, from rank, tokens, heads, size)."""
+        start = {"q": 0, "k": self._of("q"), "v": self._of("q") + self._of("k")}[part]
+        shape = (self.groups, self.batch, self.world, self.tokens, self._count(part), self.size)
+        return buffer[start : start + self._of(part)].view(shape)
+
+    def whole(self, buffer: torch.Tensor, part: str, group: int) -> torch.Tensor:
+        """A group's q, k or v over all tokens: (batch, all tokens, heads, size), a view."""
+        return self.inward(buffer, part)[group].flatten(1, 2)
+
+    def outward(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Where results lie: (groups, from rank, batch, tokens, heads, size)."""
+        shape = (self.groups, self.world, self.batch, self.tokens, self.q_heads, self.size)
+        return buffer[self.elements - self._of("q") : self.elements].view(shape)
+
+    def together(self, buffer: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+        """Write the results of all ranks and groups into `result`, heads in their own order."""
+        heads = result.unflatten(2, (self.world, self.groups, self.q_heads))
+        heads.copy_(self.outward(buffer).permute(2, 3, 1, 0, 4, 5))
+        return result
+
+    def _count(self, part: str) -> int:
+        return self.q_heads if part == "q" else self.kv_heads
+
+    def _of(self, part: str) -> int:
+        return self.groups * self.batch * self.world * self.tokens * self._count(part) * self.size
+
+
+def _opened(handle: _Handle, device: torch.device) -> torch.Tensor:
+    rebuild, arguments = handle
+    here = (*arguments[:_DEVICE_ARGUMENT], device.index, *arguments[_DEVICE_ARGUMENT + 1 :])
+    return rebuild(*here)
+
+
+def _device_name() -> str:
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return str(getattr(properties, "uuid", properties.name))
+
+
+@contextlib.contextmanager
+def _plain_segments() -> Iterator[None]:
+    """Allocate outside expandable segments, which not every driver and container can share by IPC."""
+    settings = torch._C._cuda_memorySnapshot(None).get("allocator_settings", {})
+    if not settings.get("expandable_segments", False):
+        yield
+        return
+    torch.cuda.memory._set_allocator_settings("expandable_segments:False")
+    try:
+        yield
+    finally:
+        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
