@@ -118,12 +118,15 @@ def _extremes(series: Sequence[int], start: int, every: int) -> Iterator[tuple[i
 
 
 def scale(low: int, high: int, most: int = 5) -> list[int]:
-    """Marks for bytes from `low` to `high`: at most `most` + 1, apart by a round number of bytes (1, 2, 4... B)."""
-    apart = 1
+    """Marks for bytes from `low` to `high`: at most `most` + 1, apart by a power of two.
+
+    At least 512 B in all, the least that an allocation takes: so nothing looks like much.
+    """
+    apart = 128
     while (high - low) / apart > most - 1:
         apart *= 2
     first = low // apart
-    return [apart * mark for mark in range(first, max(first + 1, -(-high // apart)) + 1)]
+    return [apart * mark for mark in range(first, max(first + (4 if apart == 128 else 1), -(-high // apart)) + 1)]
 
 
 def _chart(
@@ -142,6 +145,7 @@ def _chart(
         dots_size=3,
         margin=8,
         margin_top=14,
+        margin_left=30,  # room for the larger letters of a phone
         margin_right=18,
         y_labels=marks,
         range=(marks[0], marks[-1]),

@@ -38,7 +38,7 @@ def page(document: Document) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(size=words.size, ranks=words.ranks, grown=_grown)
+    environment.filters.update(size=words.size, ranks=words.ranks, grown=_grown, who=_who, share=_share)
     tests = [_view(number, test) for number, test in enumerate(document["tests"], start=1)]
     rows = summary.sorted_rows(document)
     return environment.get_template("report.html").render(
@@ -142,3 +142,14 @@ def _matrix(proof: Proof | None, tests: list[_View]) -> _Matrix | None:
 
 def _grown(count: int) -> str:
     return f"+{words.size(count)}" if count > 0 else words.size(count)
+
+
+def _who(row: summary.Row) -> str:
+    """The row's amount and ranks as a phrase."""
+    ranks = f"{row.ranks} ranks" if row.ranks.startswith("all ") else row.ranks
+    return f"{row.amount}, {ranks}" if ranks else row.amount
+
+
+def _share(part: float, most: float) -> int:
+    """Percent of the widest bar; what shrank has none."""
+    return round(100 * max(part, 0) / most) if most > 0 else 0
