@@ -1,0 +1,313 @@
+"""The step loop inside a rank: quiet points, readings, cycles, in the process under test.
+
+`trace_rank` is one rank's part and `trace` the same for an existing job (collective over a process group, or alone).
+After every step the result is digested and dropped, then synchronize, barrier, and the bytes are read as they are; at
+the end of a cycle they are read three times: as they are, after `ipc_collect` on every rank, after `gc.collect()`.
+The automatic collector rests meanwhile. What the harness does itself it does with functions taken before any fault is
+armed (`Hands`) and over a process group of its own, so that a fault strikes the code under test and nothing else.
+
+It judges nothing; it only asks `judge.settled` whether another cycle could change the verdict.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from .digests import digest
+from .judge import leaking_stacks, settled
+from .records import CycleEnd, RankTrace, Reading, Trace
+from .sources import Census, Recording, reading, save_snapshot, stamped
+
+if TYPE_CHECKING:
+    from .ipc import Ledger
+
+__all__ = ["Hands", "Meeting", "bounds", "trace", "trace_rank"]
+
+G = TypeVar("G")
+_perf_counter = time.perf_counter
+_COLLECTIONS = 3  # a collection can free what keeps the next garbage alive; more than three is a program of its own
+
+
+@dataclass(frozen=True, slots=True)
+class Hands:
+    """The functions the harness itself calls. Take them in the rank before faults are armed, after `emulated_cuda`."""
+
+    synchronize: Callable[[], None]
+    ipc_collect: Callable[[], None]
+    collect: Callable[[], int]
+    enable: Callable[[], None]
+    disable: Callable[[], None]
+    is_enabled: Callable[[], bool]
+
+    @classmethod
+    def take(cls) -> Hands:
+        """The functions as they are now."""
+        return cls(torch.cuda.synchronize, torch.cuda.ipc_collect, gc.collect, gc.enable, gc.disable, gc.isenabled)
+
+
+class Meeting:
+    """Where the ranks of `group` wait for each other: a gloo group of the harness's own; alone where there is none."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self._group: dist.ProcessGroup | None = None
+        self.rank, self.size = 0, 1
+        if dist.is_available() and dist.is_initialized():
+            members = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+            self._group = dist.new_group(members, backend="gloo", use_local_synchronization=True)
+            self.rank, self.size = self._group.rank(), self._group.size()
+        self._flag = torch.zeros(1, dtype=torch.int64, device="cpu")
+
+    def barrier(self) -> None:
+        """Return when every rank is here."""
+        if self._group is not None:
+            self._group.barrier().wait()
+
+    def all_agree(self, flag: bool) -> bool:
+        """Whether every rank says True."""
+        if self._group is None:
+            return flag
+        self._flag.fill_(int(flag))
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MIN
+        self._group.allreduce([self._flag], options).wait()
+        return bool(self._flag.item())
+
+    def gather(self, record: RankTrace) -> list[RankTrace]:
+        """Every rank's record, in rank order, in every rank."""
+        if self._group is None:
+            return [record]
+        records: list[RankTrace] = [record] * self.size
+        dist.all_gather_object(records, record, group=self._group)
+        return records
+
+    def close(self) -> None:
+        """Leave the group. Collective only in so far as nobody may still be waiting in it."""
+        if self._group is not None and dist.is_initialized():
+            dist.destroy_process_group(self._group)
+        self._group = None
+
+
+def bounds(cycles: int | tuple[int, int], warmup: int = 0) -> tuple[int, int]:
+    """`cycles` as (least, most). Raises ValueError or TypeError, which echo the value."""
+    pair = cycles if isinstance(cycles, (tuple, list)) else (cycles, cycles)
+    if len(pair) != 2 or not all(isinstance(n, int) and not isinstance(n, bool) for n in pair):
+        raise TypeError(f"cycles is a whole number or (least, most), not {cycles!r}")
+    least, most = pair
+    if not 1 <= least <= most:
+        raise ValueError(f"cycles must be at least 1, and least no more than most (got {cycles!r})")
+    if not isinstance(warmup, int) or isinstance(warmup, bool) or warmup < 0:
+        raise ValueError(f"warmup is a number of cycles, 0 or more (got {warmup!r})")
+    return least, most
+
+
+def trace_rank(
+    setup: Callable[..., Callable[[G], object]],
+    over: Iterable[G],
+    *,
+    args: Sequence[object] = (),
+    rank: int,
+    cycles: int | tuple[int, int] = (3, 12),
+    warmup: int = 1,
+    group: dist.ProcessGroup | None = None,
+    ledger: Ledger | None = None,
+    before_step: Callable[[], None] | None = None,
+    progress: Callable[[int, int, int], None] | None = None,
+    hands: Hands | None = None,
+    artifacts: str | Path | None = None,
+) -> RankTrace:
+    """One rank's part of a trace: `setup(*args)` once, then `step(g)` for each `g` of `over`, the list once a cycle.
+
+    Collective over `group` (None: the default group, or this process alone where there is none). `cycles`: how many
+    are judged, after `warmup` more; (least, most) stops as soon as no rank's verdict can change. `before_step` is
+    called before each step; `progress(cycle, step, live)` after it. `artifacts`: the folder where a rank that leaks leaves
+    torch's snapshot and a reference graph. Raises TypeError where `setup` returns no callable, ValueError where `over`
+    is empty, and whatever the step raises.
+    """
+    least, most = bounds(cycles, warmup)
+    geometries = list(over)
+    if not geometries:
+        raise ValueError(f"over is empty: a trace needs at least one geometry (got {over!r})")
+    hands = hands or Hands.take()
+    with ExitStack() as stack:
+        meeting = Meeting(group)
+        stack.callback(meeting.close)
+        stack.enter_context(Recording())
+        step = setup(*args)
+        if not callable(step):
+            raise TypeError(f"setup must return the step, a callable of one geometry; {setup!r} returned {step!r}")
+        stack.enter_context(_collector_at_rest(hands))
+        run = _Run(step, geometries, rank, meeting, hands, ledger, before_step, progress)
+        run.cycles(least, most, warmup)
+        return run.finish(warmup, artifacts)
+
+
+def trace(
+    step: Callable[[G], object],
+    over: Iterable[G],
+    *,
+    cycles: int | tuple[int, int] = (3, 12),
+    warmup: int = 1,
+    group: dist.ProcessGroup | None = None,
+) -> Trace:
+    """Trace `step` over the geometries `over` in an existing job: collective over `group`, every rank gets the `Trace`.
+
+    Without a process group it traces this process alone. `cycles`, `warmup` and errors as in `trace_rank`.
+    """
+    from .ipc import Ledger
+
+    geometries = list(over)
+    meeting = Meeting(group)
+    try:
+        with Ledger(meeting.rank) as ledger:
+            mine = trace_rank(
+                lambda: step, geometries, rank=meeting.rank, cycles=cycles, warmup=warmup, group=group, ledger=ledger
+            )
+        return assemble(meeting.gather(mine), geometries, warmup=warmup)
+    finally:
+        meeting.close()
+
+
+def assemble(
+    ranks: Iterable[RankTrace], geometries: Iterable[object], *, warmup: int = 1, dead: Iterable[int] = ()
+) -> Trace:
+    """The ranks' records as one `Trace`, with this process's device and versions."""
+    return Trace(
+        tuple(ranks),
+        tuple(_short(g) for g in geometries),
+        warmup,
+        device=str(torch.cuda.get_device_name()),
+        backend=dist.get_backend() if dist.is_available() and dist.is_initialized() else None,
+        versions={"torch": str(torch.__version__)},
+        dead=tuple(dead),
+    )
+
+
+def _short(geometry: object, limit: int = 60) -> str:
+    text = " ".join(str(geometry).split())
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+@contextmanager
+def _collector_at_rest(hands: Hands) -> Iterator[None]:
+    was_on = hands.is_enabled()
+    hands.disable()
+    try:
+        yield
+    finally:
+        (hands.enable if was_on else hands.disable)()
+
+
+class _Run:
+    """One rank's loop over cycles and steps, and what it has read so far."""
+
+    def __init__(
+        self,
+        step: Callable[[G], object],
+        geometries: Sequence[G],
+        rank: int,
+        meeting: Meeting,
+        hands: Hands,
+        ledger: Ledger | None,
+        before_step: Callable[[], None] | None,
+        progress: Callable[[int, int, int], None] | None,
+    ) -> None:
+        self._step, self._geometries, self._rank = step, geometries, rank
+        self._meeting, self._hands, self._ledger = meeting, hands, ledger
+        self._before_step, self._progress = before_step, progress
+        self._device = torch.cuda.current_device()
+        self._census = Census(self._device)
+        self._series: list[int] = []
+        self._digests: list[str] = []
+        self._seconds: list[float] = []
+        self._ends: list[CycleEnd] = []
+
+    def cycles(self, least: int, most: int, warmup: int) -> None:
+        """Run the warm-up and then `least` to `most` cycles, until every rank's verdict is settled."""
+        self._collect()
+        self._quiet()
+        self._census.take(-1)
+        for cycle in range(warmup + most):
+            call = stamped(cycle)
+            for index in range(len(self._geometries)):
+                self._one_step(call, cycle, index)
+            self._ends.append(self._cycle_end(cycle))
+            judged = cycle + 1 - warmup
+            if least <= judged < most and self._meeting.all_agree(settled(self._record(), warmup, least)):
+                break
+
+    def _one_step(self, call: Callable[[Callable[[G], object], G], object], cycle: int, index: int) -> None:
+        if self._ledger is not None:
+            self._ledger.mark(len(self._series))
+        self._hands.disable()  # a step may have switched the collector on
+        begun = _perf_counter()
+        result = call(self._guarded_step, self._geometries[index])
+        self._hands.synchronize()
+        self._seconds.append(_perf_counter() - begun)
+        self._digests.append(digest(result))
+        del result
+        self._quiet()
+        live = reading(self._device).live
+        self._series.append(live)
+        if self._progress is not None:
+            self._progress(cycle, index, live)
+
+    def _guarded_step(self, geometry: G) -> object:
+        if self._before_step is not None:
+            self._before_step()
+        return self._step(geometry)
+
+    def _quiet(self) -> None:
+        self._hands.synchronize()
+        self._meeting.barrier()
+
+    def _cycle_end(self, cycle: int) -> CycleEnd:
+        self._quiet()
+        as_is = self._read()
+        self._meeting.barrier()
+        self._ipc_collect()
+        after_ipc = self._read()
+        self._collect()
+        self._quiet()
+        self._ipc_collect()
+        return CycleEnd(as_is, after_ipc, self._read(outside=True), self._census.take(cycle))
+
+    def _read(self, outside: bool = False) -> Reading:
+        return reading(self._device, outside=outside)
+
+    def _ipc_collect(self) -> None:
+        self._hands.ipc_collect()
+        self._meeting.barrier()
+
+    def _collect(self) -> None:
+        for _ in range(_COLLECTIONS):
+            if not self._hands.collect():
+                break
+
+    def _record(self) -> RankTrace:
+        return RankTrace(self._rank, tuple(self._series), tuple(self._ends))
+
+    def finish(self, warmup: int, artifacts: str | Path | None) -> RankTrace:
+        """The whole record; where this rank leaks, with who holds the blocks, and with files in `artifacts`."""
+        exports, opens = self._ledger.reading() if self._ledger is not None else ((), ())
+        stacks = leaking_stacks(self._record(), warmup)
+        if stacks and artifacts is not None:
+            save_snapshot(Path(artifacts) / f"snapshot-rank{self._rank}.pickle")
+        return RankTrace(
+            self._rank,
+            tuple(self._series),
+            tuple(self._ends),
+            tuple(self._digests),
+            tuple(exports),
+            tuple(opens),
+            {},
+            tuple(self._seconds),
+        )
