@@ -1,212 +1,83 @@
-"""The lifetime contract of CUDA IPC: as a state machine, as a ledger of who keeps it, and as an audit of who broke it.
+"""CUDA IPC in one place: the contract (`contract.py`), the ledger (`ledger.py`), the audit (`audit.py`), and
+`ipc_audit()`, which puts the three around any stretch of code in any job.
 
-torch keeps one counter for each exported handle. It is 1 from the export on; every release by a consumer subtracts 1;
-the exporter gives a block back only when the counter of each of its handles reads "released". So one export pairs with
-one open and one release: an open too many takes the counter below zero, an open too few leaves it at 1, and either way
-the block is lost. The transitions (measured on an H200, see fixtures/truth/README.md):
-
-    held --export--> exported (one wrapper more)    exported --drop, newest counter released--> the next older wrapper
-    exported --drop, newest counter not released--> limbo      no wrapper left --> freed
-    limbo --collect (ipc_collect, a miss in the allocator, the next drop of any exported block), released--> as a drop
-
-It does not reach into torch's C++: what the exporter will do follows from the counters, which live in shared memory.
+It needs no pytest. torch is imported when a ledger is entered, not before.
 """
 
 from __future__ import annotations
 
-import os
-import re
-import struct
-from collections.abc import Callable, Hashable, Iterable
-from functools import lru_cache
-from pathlib import Path
-from typing import Generic, NamedTuple, TypeVar
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
-SLOTS_A_FILE = 10_000
-EVENTS = 1_000
-_HEADER = 64
-_COUNTER = struct.Struct("=q")
+from .audit import audit, broken, summary
+from .contract import Custody, Producer, Slot, is_released, read_counter, reads_unsigned
+from .ledger import Ledger
+from .records import IpcFault, IpcSummary
 
-S = TypeVar("S", bound=Hashable)
+if TYPE_CHECKING:
+    import torch.distributed
 
-
-class Slot(NamedTuple):
-    """The place of one handle's counter: the exporter's counter file (numbered from 0) and the slot in it."""
-
-    file: int
-    offset: int
-
-
-def read_counter(counter_file: str, slot: int) -> int | None:
-    """The counter in `slot` of `counter_file`: 1 outstanding, 0 released (or never used), below 0 released too often.
-
-    `counter_file` is the name torch hands over ("/torch_123_456_0", a file in /dev/shm) or the path of an emulated
-    device's ("/proc/123/fd/7"). None where the file is gone: each of its handles was given back.
-    """
-    try:
-        with open(_path(counter_file), "rb", buffering=0) as file:
-            word = os.pread(file.fileno(), _COUNTER.size, _HEADER + _COUNTER.size * slot)
-    except OSError:
-        return None
-    return _COUNTER.unpack(word)[0] if len(word) == _COUNTER.size else None
+__all__ = [
+    "Custody",
+    "IpcAudit",
+    "Ledger",
+    "Producer",
+    "Slot",
+    "audit",
+    "broken",
+    "ipc_audit",
+    "is_released",
+    "read_counter",
+    "reads_unsigned",
+    "summary",
+]
 
 
-def _path(counter_file: str) -> str:
-    return counter_file if counter_file.startswith("/proc/") else "/dev/shm/" + counter_file.lstrip("/")
+class IpcAudit:
+    """What `ipc_audit` found. Empty until its body has ended."""
 
-
-def is_released(counter: int, *, unsigned: bool) -> bool:
-    """Whether torch takes this counter as given back. Below zero: never, where torch reads it as unsigned."""
-    return counter == 0 or (counter < 0 and not unsigned)
-
-
-@lru_cache(maxsize=1)
-def reads_unsigned() -> bool:
-    """Whether the torch at hand reads the counter as unsigned, so that a block below zero is lost and not freed.
-
-    It is asked, not assumed: the header that torch installs says which; where there is none, its version does (signed
-    up to 2.1, unsigned from 2.2).
-    """
-    import torch
-
-    header = Path(torch.__file__).parent / "include" / "torch" / "csrc" / "CudaIPCTypes.h"
-    try:
-        text = header.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        text = ""
-    return counter_is_unsigned(text, torch.__version__)
-
-
-def counter_is_unsigned(header: str, version: str) -> bool:
-    """What `reads_unsigned` answers for the text of torch's CudaIPCTypes.h and torch's version."""
-    found = re.search(r"\b(u?)int64_t\s+counter_value\s*\(", header)
-    if found:
-        return found.group(1) == "u"
-    numbers = [int(part) for part in re.findall(r"\d+", version)[:2]]
-    return numbers >= [2, 2]
-
-
-class Custody(Generic[S]):
-    """Which blocks of a process are held, in limbo or free, by the counters of their handles. Pure.
-
-    A block is any number; a slot is any name of a counter; `read(slot)` is its value now. A block exported n times is
-    wrapped n times: the newest wrapper is looked at first, an older one only when the newer is released.
-    """
-
-    def __init__(self, read: Callable[[S], int], *, unsigned: bool = True) -> None:
-        self._read = read
-        self._unsigned = unsigned
-        self._wrappers: dict[int, list[S]] = {}
-        self._limbo: dict[int, list[S]] = {}
-        # Below zero nothing brings a counter back but a hand that writes it: a drop need not look there again.
-        self._below: set[int] = set()
-        self.live_exports = 0
-
-    def wrap(self, block: int, slot: S) -> None:
-        """`block` was exported once more; `slot` counts the new handle. Raises ValueError for one that was dropped."""
-        if block in self._limbo:
-            raise ValueError(f"block {block} was dropped: it cannot be exported again")
-        self._wrappers.setdefault(block, []).append(slot)
-        self.live_exports += 1
-
-    def drop(self, block: int) -> list[int]:
-        """The exporter's last use of `block` ended. Returns the blocks that are free now, in the order torch frees.
-
-        A block never exported is free at once; the drop of an exported one also sweeps the limbo.
-        """
-        slots = self._wrappers.pop(block, None)
-        if slots is None:
-            return [block]
-        self._limbo[block] = slots
-        return self._sweep([known for known in self._limbo if known not in self._below])
-
-    def collect(self) -> list[int]:
-        """Sweep the limbo, as `ipc_collect` and a miss in the allocator do. Returns the blocks that are free now."""
-        return self._sweep(list(self._limbo))
-
-    def _sweep(self, blocks: Iterable[int]) -> list[int]:
-        return [block for block in blocks if self._unwrap(block)]
-
-    def _unwrap(self, block: int) -> bool:
-        """Take the released wrappers off; True when none is left."""
-        slots = self._limbo[block]
-        while slots:
-            counter = self._read(slots[-1])
-            if not is_released(counter, unsigned=self._unsigned):
-                if counter < 0:
-                    self._below.add(block)
-                return False
-            self._returned(slots.pop())
-            self.live_exports -= 1
-        del self._limbo[block]
-        self._below.discard(block)
-        return True
-
-    def _returned(self, slot: S) -> None:
-        """A handle was given back for good. For those who count slots."""
+    def __init__(self) -> None:
+        self.summary = IpcSummary()
 
     @property
-    def limbo(self) -> tuple[int, ...]:
-        """The blocks that were dropped and are not free yet, oldest first."""
-        return tuple(self._limbo)
+    def faults(self) -> tuple[IpcFault, ...]:
+        """The broken contracts; empty where every one was kept."""
+        return self.summary.faults
 
-    @property
-    def exported(self) -> tuple[int, ...]:
-        """The blocks that were exported and are still held."""
-        return tuple(self._wrappers)
+    def __str__(self) -> str:
+        """A line a fault, and how much was watched."""
+        lines = [f"{self.summary.exports} exports, {self.summary.opens} opens, {len(self.faults)} faults"]
+        lines += [
+            f"{fault.kind}: exported at {fault.site} by ranks {list(fault.exporters)}, opened {fault.opens} times "
+            f"(counter {fault.counter}) by ranks {list(fault.by_ranks)}: {fault.handles} handles, {fault.bytes} bytes. "
+            f"{fault.advice}"
+            for fault in self.faults
+        ]
+        return "\n".join(lines + ([self.summary.note] if self.summary.note else []))
 
-    def slots(self, block: int) -> tuple[S, ...]:
-        """The wrappers of `block` that are still on, oldest first; empty for one that is free or was never exported."""
-        return tuple(self._wrappers.get(block) or self._limbo.get(block) or ())
 
+@contextmanager
+def ipc_audit(group: torch.distributed.ProcessGroup | None = None) -> Iterator[IpcAudit]:
+    """Audit the CUDA IPC contract in the body: every handle exported in it, by the opens of all ranks of `group`.
 
-class Producer(Custody[Slot]):
-    """The exports of one process: `Custody`, and which counter each export gets.
-
-    Slots are never used twice; a file holds 10,000 and goes when all of them were given back: at once where it is full,
-    else at the next `collect` that leaves the limbo empty. The caller writes the 1 into the slot that `export` returns,
-    in a file whose name no other file of the process ever has.
+    Collective: every rank of `group` (default: the default group) enters and leaves it together. Without a process
+    group it audits this process alone, and opens elsewhere show only in the counters. The result is the same on every
+    rank, there when the body has ended; it stays empty where the body raises. It raises nothing itself.
     """
+    import torch.distributed as dist
 
-    def __init__(self, read: Callable[[Slot], int], *, unsigned: bool = True) -> None:
-        super().__init__(read, unsigned=unsigned)
-        self._next = Slot(0, 0)
-        self._used: dict[int, int] = {}
-        self.gone: list[int] = []
-
-    def export(self, block: int) -> Slot:
-        """One more handle for `block`: the slot of its counter."""
-        slot = self._next
-        self.wrap(block, slot)
-        self._used[slot.file] = self._used.get(slot.file, 0) + 1
-        full = slot.offset + 1 == SLOTS_A_FILE
-        self._next = Slot(slot.file + 1, 0) if full else Slot(slot.file, slot.offset + 1)
-        return slot
-
-    @property
-    def export_waits(self) -> bool:
-        """Whether the next export synchronizes a stream, because 1,000 events are in use: exports have become slow."""
-        return self.live_exports >= EVENTS
-
-    @property
-    def files(self) -> tuple[int, ...]:
-        """The numbers of the counter files that exist."""
-        return tuple(self._used)
-
-    def collect(self) -> list[int]:
-        """As `Custody.collect`; and the current counter file goes when nothing needs it (a drop never does)."""
-        freed = super().collect()
-        current = self._next.file
-        if not self._limbo and self._used.get(current) == 0:
-            self._forget(current)
-            self._next = Slot(current + 1, 0)
-        return freed
-
-    def _returned(self, slot: Slot) -> None:
-        self._used[slot.file] -= 1
-        if self._used[slot.file] == 0 and slot.file != self._next.file:
-            self._forget(slot.file)
-
-    def _forget(self, file: int) -> None:
-        del self._used[file]
-        self.gone.append(file)
+    together = dist.is_available() and dist.is_initialized()
+    found = IpcAudit()
+    with Ledger(dist.get_rank() if together else 0) as ledger:
+        yield found
+        if not together:
+            found.summary = summary(*ledger.reading())
+            return
+        gathered: list[object] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(gathered, None, group=group)  # everybody has left the body: nothing is in flight
+        dist.all_gather_object(gathered, ledger.reading(), group=group)
+    readings = [one for one in gathered if isinstance(one, tuple)]
+    found.summary = summary(
+        [export for exports, _ in readings for export in exports], [one for _, opens in readings for one in opens]
+    )

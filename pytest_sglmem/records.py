@@ -84,7 +84,8 @@ class Export:
 
     `counter_file` and `slot` name the handle's counter, on the real device and the emulated one alike; `counter` is its
     value when the ledger was read (None: the file is gone, which it is when every count in it came back to zero);
-    `dropped`: the exporter no longer holds the tensor; `freed`: its block went back to the allocator.
+    `dropped`: the exporter no longer holds the tensor; `freed`: its block went back to the allocator, when the counter
+    was `freed_at`; `block`: the exporter's number for the block (-1: unknown), the same in all handles of one.
     """
 
     rank: int
@@ -97,6 +98,8 @@ class Export:
     dropped: bool = False
     freed: bool = False
     allocated: tuple[str, ...] = ()
+    block: int = -1
+    freed_at: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,12 +153,15 @@ class IpcPair:
 
 @dataclass(frozen=True, slots=True)
 class IpcSummary:
-    """What the ledgers of all ranks say together. `pairs`: who exported to whom, only pairs that met."""
+    """What the ledgers of all ranks say together. `pairs`: who exported to whom, only pairs that met; `note`: what is
+    no fault but should be known, such as exports that have become slow.
+    """
 
     exports: int = 0
     opens: int = 0
     faults: tuple[IpcFault, ...] = ()
     pairs: tuple[IpcPair, ...] = ()
+    note: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,26 +297,54 @@ class Growth:
 
 @dataclass(frozen=True, slots=True)
 class RaisedText:
-    """An exception as text: its type's qualified name, its message, the traceback as pytest would print it."""
+    """An exception as text: its type's qualified name, its message, the traceback as pytest would print it.
+
+    `outcome`: whether it was an error, or one of pytest's own ways to end a test; `place`: "file.py:41 in share", where
+    it was raised; `collective`: the collective it came out of, empty where it came from elsewhere (a peer that is gone
+    shows in the others' collectives).
+    """
 
     type: str
     message: str
     traceback: str
+    outcome: Literal["raised", "failed", "skipped", "xfailed"] = "raised"
+    place: str = ""
+    collective: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class WarningText:
+    """A warning that a rank recorded: the pickled category, the text, and where it was given."""
+
+    category: bytes
+    message: str
+    filename: str
+    lineno: int
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
     """One rank's answer to one call. `call` is the call's number: a late answer never answers the next question.
 
-    Exactly one of `value` (pickled bytes of the result) and `raised` is there. `output`: what the rank printed
-    meanwhile.
+    Exactly one of `value` (pickled bytes of the result; the receipt that the body ran to its end) and `raised` is there.
     """
 
     call: int
     rank: int
     value: bytes | None = None
     raised: RaisedText | None = None
-    output: str = ""
+    warnings: tuple[WarningText, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a rank's trace is: it has ended this step of this cycle with `live` bytes."""
+
+    call: int
+    rank: int
+    cycle: int
+    step: int
+    live: int
 
 
 def to_json(record: object) -> dict[str, object]:

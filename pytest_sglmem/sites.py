@@ -12,11 +12,11 @@ from __future__ import annotations
 import os
 import sys
 import sysconfig
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
-from types import CodeType
+from types import CodeType, FrameType
 
-__all__ = ["RawStack", "format_frames", "is_plumbing", "raw_stack", "user_stack", "words"]
+__all__ = ["RawStack", "any_stack", "format_frames", "is_plumbing", "raw_stack", "user_stack", "words"]
 
 RawStack = tuple[tuple[CodeType, int], ...]
 Frame = tuple[str, int, str]
@@ -43,17 +43,30 @@ def user_stack(skip: int = 0, limit: int = 12) -> tuple[str, ...]:
 
 def raw_stack(skip: int = 0, limit: int = 12) -> RawStack:
     """What `user_stack` words, not yet worded: code objects and line numbers. Costs 1-3 us and holds no frame."""
+    return _walk(skip + 1, limit, is_plumbing)
+
+
+def _walk(skip: int, limit: int, left_out: Callable[[str], bool]) -> RawStack:
     try:
-        frame = sys._getframe(skip + 1)
+        frame: FrameType | None = sys._getframe(skip + 1)
     except ValueError:  # fewer frames than were to be skipped
         return ()
     found: list[tuple[CodeType, int]] = []
     while frame is not None and len(found) < limit:
         code = frame.f_code
-        if not is_plumbing(code.co_filename):
+        if not left_out(code.co_filename):
             found.append((code, frame.f_lineno))
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return tuple(found)
+
+
+def _nothing(filename: str) -> bool:
+    return False
+
+
+def any_stack(skip: int = 0, limit: int = 12) -> RawStack:
+    """As `raw_stack`; where no line is the user's (the thread that feeds a queue), the plumbing's own lines."""
+    return raw_stack(skip + 1, limit) or _walk(skip + 1, limit, _nothing)
 
 
 def words(raw: RawStack) -> tuple[str, ...]:

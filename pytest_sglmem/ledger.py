@@ -1,0 +1,382 @@
+"""The ledger: what one process exports, opens and releases over CUDA IPC, with the stacks and the counters.
+
+It watches where every way to share a CUDA tensor meets (`reduce_tensor`, `ForkingPickler`, the queues of
+multiprocessing, code that calls `_share_cuda_` and rebuilds by hand), on the real device and the emulated one alike,
+and knows what became of each block from the counters in shared memory, by the state machine of `contract.py`.
+
+It holds no tensor and judges nothing: `audit.py` pairs the records of all ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+import mmap
+import os
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from .contract import COUNTER, FILE_HEADER, Custody, counter_path, reads_unsigned
+from .records import Export, Open
+from .sites import RawStack, any_stack, format_frames, words
+
+if TYPE_CHECKING:
+    import torch
+
+_ROUND = 512
+# A drop makes torch look at its whole limbo. The ledger looks at the newest of it (Python is slower than C++ by so
+# much) and at the rest when a step begins or the limbo is collected.
+_GLANCE = 64
+_MAPPED_FILES = 64
+_ABSENT = object()
+# What `_share_cuda_` returns: device, memory handle, bytes, offset, counter file, slot, event handle, event needed.
+_Shared = tuple[int, bytes, int, int, "bytes | str", int, bytes, bool]
+_Words = Callable[[RawStack], tuple[str, ...]]
+_Stacks = Mapping[int, tuple[str, ...]]
+
+
+class _CounterFile:
+    """One counter file, mapped read-only on first use: torch may remove its name before the last release is seen."""
+
+    __slots__ = ("_map", "handles", "name", "unreturned")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.handles: list[_Handle] = []
+        self.unreturned = 0
+        self._map: mmap.mmap | None = None
+
+    def read(self, slot: int) -> int | None:
+        """The counter in `slot`; None where the file went before anybody looked."""
+        if self._map is None:
+            try:
+                with open(counter_path(self.name), "rb", buffering=0) as file:
+                    self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            except (OSError, ValueError):
+                return None
+        at = FILE_HEADER + COUNTER.size * slot
+        return COUNTER.unpack_from(self._map, at)[0] if at + COUNTER.size <= len(self._map) else None
+
+    def close(self) -> None:
+        """Note the last value of each counter and let the mapping go."""
+        for handle in self.handles:
+            handle.last = self.read(handle.slot)
+            handle.file = None
+        self.handles.clear()
+        if self._map is not None:
+            self._map.close()
+            self._map = None
+
+
+class _Handle:
+    """One export, as the ledger keeps it: no tensor, no frame."""
+
+    __slots__ = ("block", "file", "freed_at", "last", "name", "slot", "stack", "step")
+
+    def __init__(self, file: _CounterFile, slot: int, block: _Block, stack: RawStack, step: int) -> None:
+        self.file: _CounterFile | None = file
+        self.name = file.name
+        self.slot = slot
+        self.block = block
+        self.stack = stack
+        self.step = step
+        self.last: int | None = None
+        self.freed_at: int | None = None
+
+    def counter(self) -> int | None:
+        """The counter now, or its last value where the file was let go; None where nobody ever saw it."""
+        return self.last if self.file is None else self.file.read(self.slot)
+
+
+class _Block(weakref.ref["torch.UntypedStorage"]):
+    """The storage that was exported, held weakly: the callback runs when its last owner is gone."""
+
+    __slots__ = ("address", "bytes", "cdata", "dropped", "freed", "handles", "serial")
+
+    serial: int
+    cdata: int
+    address: int
+    bytes: int
+    handles: list[_Handle]
+    dropped: bool
+    freed: bool
+
+
+class _Opened:
+    """One open, as the ledger keeps it."""
+
+    __slots__ = ("name", "order", "slot", "stack", "step", "storage")
+
+    def __init__(self, name: bytes | str, slot: int, stack: RawStack, step: int, order: int) -> None:
+        self.name = name
+        self.slot = slot
+        self.stack = stack
+        self.step = step
+        self.order = order
+        self.storage: weakref.ref[torch.UntypedStorage] | None = None
+
+    @property
+    def released(self) -> int:
+        return int(self.storage is None or self.storage() is None)
+
+
+class _LedgerCustody(Custody[_Handle]):
+    """`Custody` by the counters in shared memory, told as they are read."""
+
+    def __init__(self, *, unsigned: bool) -> None:
+        super().__init__(self._read_handle, unsigned=unsigned, glance=_GLANCE)
+
+    @staticmethod
+    def _read_handle(handle: _Handle) -> int:
+        counter = handle.counter()
+        return 0 if counter is None else counter  # a file goes when each of its handles was given back
+
+    def _returned(self, slot: _Handle) -> None:
+        if slot.file is not None:
+            slot.file.unreturned -= 1
+
+
+class Ledger:
+    """Watches one process export, open and release CUDA IPC handles, on whatever device torch has there.
+
+    Enter it after the emulated device (if any): it patches `UntypedStorage._share_cuda_`, `_new_shared_cuda`,
+    `_release_ipc_counter_cuda` and the collection of the limbo, where every way to share a CUDA tensor meets, and puts
+    them back on exit. It holds no tensor. Code that shares nothing pays nothing.
+
+    Known limit: a collection that torch's allocator runs by itself is seen only afterwards, from the addresses that are
+    still live; a block freed by one and handed out again at the same address reads as not freed.
+    """
+
+    def __init__(self, rank: int = 0, *, unsigned: bool | None = None) -> None:
+        self.rank = rank
+        self._unsigned = reads_unsigned() if unsigned is None else unsigned
+        self._custody = _LedgerCustody(unsigned=self._unsigned)
+        self._files: dict[bytes | str, _CounterFile] = {}
+        self._blocks: list[_Block] = []
+        self._held: dict[int, _Block] = {}
+        self._handles: list[_Handle] = []
+        self._opened: list[_Opened] = []
+        self._step = -1
+        self._fallen: list[_Block] = []
+        self._busy = False
+        self._patches: list[tuple[object, str, object]] = []
+
+    def __enter__(self) -> Ledger:
+        if self._patches:
+            raise RuntimeError("this ledger is already watching")
+        import torch
+
+        storage = torch.UntypedStorage
+        share, open_, release = storage._share_cuda_, storage._new_shared_cuda, storage._release_ipc_counter_cuda
+
+        @functools.wraps(share)
+        def _share_cuda_(self_: torch.UntypedStorage, *args: object, **kwargs: object) -> _Shared:
+            shared: _Shared = share(self_, *args, **kwargs)
+            self._exported(self_, shared)
+            return shared
+
+        def _new_shared_cuda(*args: Any, **kwargs: object) -> torch.UntypedStorage:
+            opened = open_(*args, **kwargs)
+            self._note_open(args[4], args[5], opened)
+            return opened
+
+        def _release_ipc_counter_cuda(*args: Any, **kwargs: object) -> object:
+            result = release(*args, **kwargs)
+            self._note_open(args[0], args[1], None)
+            return result
+
+        self._patch(storage, "_share_cuda_", _share_cuda_)
+        self._patch(storage, "_new_shared_cuda", staticmethod(_new_shared_cuda))
+        self._patch(storage, "_release_ipc_counter_cuda", staticmethod(_release_ipc_counter_cuda))
+        self._watch_collection()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        while self._patches:
+            owner, name, before = self._patches.pop()
+            if before is _ABSENT:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, before)
+
+    def mark(self, step: int) -> None:
+        """From now on, exports and opens belong to `step`."""
+        self._step = step
+        if self._handles:
+            self._swept(self._custody.look)
+            self._unmap()
+
+    def reading(self) -> tuple[tuple[Export, ...], tuple[Open, ...]]:
+        """Everything exported and opened since the ledger was entered, counters as they are now."""
+        self._find_emptied()
+        self._swept(self._custody.collect)
+        kept = frozenset(block.address for block in self._blocks if not block.freed)
+        live = _live_blocks(kept) if kept else {}
+        if live is not None:
+            self._find_freed_by_allocator(live)
+        worded = lru_cache(maxsize=None)(words)
+        exports = tuple([self._export(handle, worded, live or {}) for handle in self._handles])
+        opens = tuple([self._open(opened, worded) for opened in self._opened])
+        return exports, opens
+
+    def _patch(self, owner: object, name: str, new: object) -> None:
+        self._patches.append((owner, name, vars(owner).get(name, _ABSENT)))
+        setattr(owner, name, new)
+
+    def _watch_collection(self) -> None:
+        import torch
+
+        where = torch._C, "_cuda_ipc_collect"
+        owner, name = where if hasattr(*where) else (torch.cuda, "ipc_collect")
+        collect = getattr(owner, name)
+
+        @functools.wraps(collect)
+        def collect_and_look(*args: object, **kwargs: object) -> object:
+            result = collect(*args, **kwargs)
+            if self._handles:
+                self._swept(self._custody.collect)
+            return result
+
+        self._patch(owner, name, collect_and_look)
+
+    def _exported(self, storage: torch.UntypedStorage, shared: _Shared) -> None:
+        counter_file, slot = shared[4], shared[5]
+        if counter_file is None:  # an empty storage has no block
+            return
+        file = self._files.get(counter_file)
+        if file is None:
+            file = self._files[counter_file] = _CounterFile(os.fsdecode(counter_file))
+        block = self._held.get(storage._cdata)
+        if block is None:
+            block = self._new_block(storage, shared[2])
+        handle = _Handle(file, slot, block, any_stack(skip=2), self._step)
+        file.handles.append(handle)
+        file.unreturned += 1
+        block.handles.append(handle)
+        self._handles.append(handle)
+        self._custody.wrap(block.serial, handle)
+
+    def _new_block(self, storage: torch.UntypedStorage, size: int) -> _Block:
+        block = _Block(storage, self._fell)
+        block.cdata = storage._cdata
+        block.address = storage.data_ptr()
+        block.bytes = -(-size // _ROUND) * _ROUND
+        block.serial = len(self._blocks)
+        block.handles = []
+        block.dropped = block.freed = False
+        self._blocks.append(block)
+        self._held[block.cdata] = block
+        return block
+
+    def _note_open(self, counter_file: bytes | str, slot: int, storage: torch.UntypedStorage | None) -> None:
+        """One more open of a handle; without a storage it was given back at once."""
+        opened = _Opened(counter_file, slot, any_stack(skip=2), self._step, len(self._opened))
+        if storage is not None:
+            opened.storage = weakref.ref(storage)
+        self._opened.append(opened)
+
+    def _fell(self, block: weakref.ref[torch.UntypedStorage]) -> None:
+        """The last owner of an exported storage is gone; torch looks at its counter next."""
+        assert isinstance(block, _Block)
+        self._fallen.append(block)
+        self._swept(None)
+
+    def _swept(self, sweep: Callable[[], list[int]] | None) -> None:
+        """Bring custody up to date. A storage may die in the middle of it (the collector runs when it likes), so drops
+        are queued, and whoever is at it takes them.
+        """
+        if self._busy:
+            return
+        self._busy = True
+        try:
+            if sweep is not None:
+                self._set_free(sweep())
+            while self._fallen:
+                block = self._fallen.pop()
+                if block.dropped:
+                    continue
+                block.dropped = True
+                if self._held.get(block.cdata) is block:
+                    del self._held[block.cdata]
+                self._set_free(self._custody.drop(block.serial))
+        finally:
+            self._busy = False
+
+    def _set_free(self, serials: Iterable[int]) -> None:
+        for serial in serials:
+            block = self._blocks[serial]
+            block.freed = True
+            for handle in block.handles:
+                handle.freed_at = handle.counter()
+
+    def _unmap(self) -> None:
+        """Let the oldest counter files go whose handles were all given back."""
+        done = [name for name, file in self._files.items() if not file.unreturned]
+        for name in done[: max(0, len(self._files) - _MAPPED_FILES)]:
+            self._files.pop(name).close()
+
+    def _find_emptied(self) -> None:
+        """A storage that was resized to nothing gave its block back without dying."""
+        for block in list(self._held.values()):
+            storage = block()
+            if storage is not None and storage.nbytes() == 0:
+                self._fallen.append(block)
+
+    def _find_freed_by_allocator(self, live: Mapping[int, object]) -> None:
+        """The allocator collects by itself on a miss: what is in limbo and no longer handed out went that way."""
+        if any(block.address not in live for block in self._held.values()):
+            return  # this device's list does not go by the addresses that its storages show
+        for serial in self._custody.limbo:
+            if self._blocks[serial].address not in live:
+                self._custody.forget(serial)
+                self._set_free([serial])
+
+    def _export(self, handle: _Handle, worded: _Words, live: _Stacks) -> Export:
+        block = handle.block
+        return Export(
+            rank=self.rank,
+            counter_file=handle.name,
+            slot=handle.slot,
+            bytes=block.bytes,
+            stack=worded(handle.stack),
+            step=handle.step,
+            counter=handle.counter(),
+            dropped=block.dropped,
+            freed=block.freed,
+            allocated=() if block.freed else live.get(block.address, ()),
+            block=block.serial,
+            freed_at=handle.freed_at,
+        )
+
+    def _open(self, opened: _Opened, worded: _Words) -> Open:
+        return Open(
+            rank=self.rank,
+            counter_file=os.fsdecode(opened.name),
+            slot=opened.slot,
+            stack=worded(opened.stack),
+            step=opened.step,
+            released=opened.released,
+            order=opened.order,
+        )
+
+
+def _live_blocks(wanted: frozenset[int]) -> _Stacks | None:
+    """Which of the `wanted` addresses torch's allocator has handed out now, and the stacks that allocated them (empty
+    where nobody recorded them). None where the device has no such list.
+    """
+    import torch
+
+    try:
+        segments = torch._C._cuda_memorySnapshot(None)["segments"]
+    except (AttributeError, RuntimeError, KeyError):
+        return None
+    live: dict[int, tuple[str, ...]] = {}
+    for segment in segments:
+        address = segment["address"]
+        for block in segment["blocks"]:
+            address = block.get("address", address)
+            if address in wanted and block["state"].startswith("active"):
+                live[address] = format_frames(block.get("frames", ()))
+            address += block["size"]
+    return live
