@@ -40,7 +40,7 @@ _ADVICE: Mapping[FaultKind, str] = {
 _SLOW = "{who} {live:,} live exports: past {limit:,} torch synchronizes a stream at every further export."
 
 
-def audit(exports: Iterable[Export], opens: Iterable[Open], *, dead: Iterable[int] = ()) -> tuple[IpcFault, ...]:
+def audit(exports: Iterable[Export], opens: Iterable[Open], dead: Iterable[int] = ()) -> tuple[IpcFault, ...]:
     """Who broke the contract, by the records of all ranks' ledgers, read when nothing was in flight. Pure.
 
     A handle whose exporter still holds the tensor is in order whether it was opened yet or not, until its counter goes
@@ -92,7 +92,7 @@ def broken(export: Export, opens: Sequence[Open], dead: frozenset[int] = frozens
     return "still-open" if opens else "never-opened"
 
 
-def summary(exports: Iterable[Export], opens: Iterable[Open], *, dead: Iterable[int] = ()) -> IpcSummary:
+def summary(exports: Iterable[Export], opens: Iterable[Open], dead: Iterable[int] = ()) -> IpcSummary:
     """The audit with how much was watched, who exported to whom, and a note where exports have become slow."""
     exports, opens = tuple(exports), tuple(opens)
     return IpcSummary(

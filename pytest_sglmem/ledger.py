@@ -39,24 +39,30 @@ _Stacks = Mapping[int, tuple[str, ...]]
 class _CounterFile:
     """One counter file, mapped read-only on first use: torch may remove its name before the last release is seen."""
 
-    __slots__ = ("_map", "handles", "name", "unreturned")
+    __slots__ = ("_gone", "_map", "handles", "name", "unreturned")
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.handles: list[_Handle] = []
         self.unreturned = 0
         self._map: mmap.mmap | None = None
+        self._gone = False
 
     def read(self, slot: int) -> int | None:
         """The counter in `slot`; None where the file went before anybody looked."""
-        if self._map is None:
-            try:
-                with open(counter_path(self.name), "rb", buffering=0) as file:
-                    self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            except (OSError, ValueError):
-                return None
+        if self._map is None and not self._gone:
+            self._open()
         at = FILE_HEADER + COUNTER.size * slot
-        return COUNTER.unpack_from(self._map, at)[0] if at + COUNTER.size <= len(self._map) else None
+        if self._map is None or at + COUNTER.size > len(self._map):
+            return None
+        return COUNTER.unpack_from(self._map, at)[0]
+
+    def _open(self) -> None:
+        try:
+            with open(counter_path(self.name), "rb", buffering=0) as file:
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except (OSError, ValueError):
+            self._gone = True  # names are not used twice: it will not come back
 
     def close(self) -> None:
         """Note the last value of each counter and let the mapping go."""
@@ -324,11 +330,15 @@ class Ledger:
                 self._fallen.append(block)
 
     def _find_freed_by_allocator(self, live: Mapping[int, object]) -> None:
-        """The allocator collects by itself on a miss: what is in limbo and no longer handed out went that way."""
+        """The allocator collects by itself on a miss: what is in limbo and no longer handed out went that way, and so
+        did what was in limbo at an address where a later block is.
+        """
         if any(block.address not in live for block in self._held.values()):
             return  # this device's list does not go by the addresses that its storages show
+        latest = {block.address: block.serial for block in self._blocks}
         for serial in self._custody.limbo:
-            if self._blocks[serial].address not in live:
+            address = self._blocks[serial].address
+            if address not in live or latest[address] != serial:
                 self._custody.forget(serial)
                 self._set_free([serial])
 
