@@ -1,0 +1,199 @@
+"""Where ranks are: faulthandler's dumps read into frames, collectives compared, and the words for a silent world.
+
+The dumps come from a signal handler in C, so a rank that holds the interpreter lock in native code has one too. All of
+it is read from files and judged in pytest's process; nothing is asked of the ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from .launch import RankProcess
+from .rank import STACKS_SIGNAL, Collective, read_notes
+from .sites import format_frames
+from .words import ranks as ranks_text
+
+Frame = tuple[str, int, str]
+_FAR_SIDE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "rank.py")
+_OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_DISTRIBUTED = f"{os.sep}torch{os.sep}distributed{os.sep}"
+_WRAPPERS = frozenset(("wrapper", "inner", "noted", "gated", "carry_out", "_fn", "decorate_context"))
+_FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
+SETTLE = 0.02  # seconds without a new byte after which a dump is taken as whole: one write a line, microseconds apart
+
+
+@dataclass(frozen=True)
+class Where:
+    """Where one rank is: the frames of the thread that runs the call, innermost first.
+
+    `collective`: the function of torch.distributed it waits in, empty where it is elsewhere.
+    """
+
+    frames: tuple[Frame, ...]
+    text: str = ""
+
+    @property
+    def collective(self) -> str:
+        """The function of torch.distributed that the user's line called and that has not come back."""
+        found = ""
+        for file, _, name in self.frames:
+            if _DISTRIBUTED in file:
+                found = found if name in _WRAPPERS or name.startswith("<") else name
+            elif name not in _WRAPPERS:
+                break
+        return found
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """The user's lines, innermost first, as "file.py:41 in share"."""
+        return tuple(format_frames(self.frames))
+
+    @property
+    def place(self) -> str:
+        """In a word: "wanders_off (file.py:41)"."""
+        if not self.lines:
+            return "the harness" if self.frames else "no Python code"
+        place, _, name = self.lines[0].rpartition(" in ")
+        return f"{name} ({place})"
+
+
+def look(
+    processes: Mapping[int, RankProcess],
+    ranks: Iterable[int],
+    *,
+    limit: float = 0.5,
+    clock: Callable[[], float] = time.monotonic,
+) -> dict[int, Where]:
+    """Have these ranks write their stacks, all at once, and read them. A stopped rank has none within `limit` seconds."""
+    before = {rank: len(processes[rank].stacks()) for rank in ranks}
+    for rank in before:
+        processes[rank].signal(STACKS_SIGNAL)
+    end = clock() + limit
+    sizes: dict[int, int] = {}
+    while clock() < end:
+        time.sleep(SETTLE)
+        now = {rank: len(processes[rank].stacks()) for rank in before}
+        if now == sizes and all(now[rank] > before[rank] for rank in before):
+            break
+        sizes = now
+    return {rank: where(processes[rank].stacks()[start:]) for rank, start in before.items()}
+
+
+def where(dump: str) -> Where:
+    """The thread that runs the call, out of one of faulthandler's dumps of all threads."""
+    threads: list[list[Frame]] = []
+    for line in dump.splitlines():
+        if "(most recent call first)" in line:
+            threads.append([])
+        elif (match := _FRAME.match(line)) and threads:
+            file, number, name = match.groups()
+            threads[-1].append((file, int(number) if number.isdigit() else 0, name))
+    for frames in threads:
+        if any(file == _FAR_SIDE for file, _, _ in frames):
+            first = next(index for index, (file, _, _) in enumerate(frames) if file == _FAR_SIDE and index)
+            return Where(tuple(frames[:first]), dump)
+    return Where(tuple(threads[-1]) if threads else (), dump)
+
+
+def compare(ledgers: Mapping[int, bytes]) -> list[str]:
+    """The first collective of each group in which ranks went into different ones, as text; empty where all agree."""
+    found: dict[str, dict[int, dict[int, Collective]]] = {}
+    for rank, data in ledgers.items():
+        for entry in read_notes(data):
+            found.setdefault(entry.group, {}).setdefault(entry.number, {})[rank] = entry
+    said = []
+    for group, numbers in found.items():
+        for number, entries in sorted(numbers.items()):
+            if len({str(entry) for entry in entries.values()}) > 1:
+                kinds: dict[str, list[int]] = {}
+                for rank, entry in sorted(entries.items()):
+                    kinds.setdefault(str(entry), []).append(rank)
+                said.append(
+                    f"mismatched collectives: number {number} of group {group!r} is "
+                    + ", ".join(f"{kind} on {ranks_text(tuple(ranks))}" for kind, ranks in kinds.items())
+                )
+                break
+    return said
+
+
+def last(ledger: bytes) -> Collective | None:
+    """The collective that a rank went into last."""
+    notes = read_notes(ledger)
+    return notes[-1] if notes else None
+
+
+def waits(seen: Mapping[int, Where], answered: Iterable[int], ledgers: Mapping[int, bytes]) -> str:
+    """ "ranks 0, 1, 3 wait in barrier (...); rank 2 is in wanders_off (...), never came"."""
+    said: dict[str, list[int]] = {}
+    front = _front(seen, ledgers)
+    for rank, at in sorted(seen.items()):
+        if at.collective:
+            words = f"{{wait}} in {at.collective} ({at.lines[0] if at.lines else 'of the harness'})"
+        else:
+            words = f"{{is}} in {at.place}" + (", never came" if _behind(ledgers.get(rank, b""), front) else "")
+        said.setdefault(words, []).append(rank)
+    for rank in answered:
+        if _behind(ledgers.get(rank, b""), front):
+            said.setdefault("returned without it", []).append(rank)
+    return "; ".join(
+        f"{ranks_text(tuple(ranks))} "
+        + words.format(wait="waits" if len(ranks) == 1 else "wait", **{"is": "is" if len(ranks) == 1 else "are"})
+        for words, ranks in said.items()
+    )
+
+
+def _front(seen: Mapping[int, Where], ledgers: Mapping[int, bytes]) -> dict[str, int]:
+    """For each group, how far the ranks that wait in a collective are."""
+    front: dict[str, int] = {}
+    for rank, at in seen.items():
+        note = last(ledgers.get(rank, b"")) if at.collective else None
+        if note is not None:
+            front[note.group] = max(front.get(note.group, 0), note.number)
+    return front
+
+
+def _behind(ledger: bytes, front: Mapping[str, int]) -> bool:
+    """Whether a rank has not yet gone into a collective in which others wait."""
+    reached: dict[str, int] = {}
+    for note in read_notes(ledger):
+        reached[note.group] = note.number
+    default = "0"  # every rank is in the default group, also before its first collective; in others only who used it
+    return any(reached.get(group, 0 if group == default else number) < number for group, number in front.items())
+
+
+def silent_message(
+    what: str, limit: float, seen: Mapping[int, Where], answered: Iterable[int], ledgers: Mapping[int, bytes]
+) -> str:
+    """All that is to be said of ranks that gave no answer within `limit` seconds."""
+    silent = tuple(sorted(seen))
+    lines = [f"{ranks_text(silent)} gave no answer within {limit:g} s, in {what}", waits(seen, answered, ledgers)]
+    lines += compare(ledgers)
+    return "\n".join([*lines, "", *stack_lines(seen)])
+
+
+def stack_lines(seen: Mapping[int, Where], limit: int = 12) -> list[str]:
+    """The stacks of all ranks, equal ones once, the user's lines first."""
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for rank, at in sorted(seen.items()):
+        inner = (f"(in {at.collective} of torch.distributed)",) if at.collective else ()
+        groups.setdefault((*inner, *(at.lines or ("(no line of the test's)",))), []).append(rank)
+    lines = []
+    for stack, ranks in groups.items():
+        lines.append(f"stack of {ranks_text(tuple(ranks))}, innermost first:")
+        lines += [f"    {line}" for line in stack[:limit]]
+    return lines
+
+
+def keep(folder: Path, seen: Mapping[int, Where]) -> None:
+    """Leave the whole dumps, all threads, in the artifacts. A folder that cannot be written to is no failure."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for rank, at in seen.items():
+            (folder / f"stacks-rank-{rank}.txt").write_text(at.text)
+    except OSError:
+        return
