@@ -32,7 +32,7 @@ _NUMBER = re.compile(r"-?\d+\.\d+(?:e-?\d+)?")
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Ranks alike: what they saw step by step, and at the cycle ends."""
+    """Ranks alike: what they saw step by step, warm-up included, and settled at the ends of the judged cycles."""
 
     ranks: tuple[int, ...]
     series: tuple[int, ...]
@@ -54,37 +54,35 @@ def lines(check: LiveBytes) -> list[Line]:
 
 
 def live_bytes(drawn: Sequence[Line], warmup: int) -> str:
-    """SVG of live bytes after each step; guides where cycles end; the settled bytes as dots on the guides."""
+    """SVG of live bytes after each step; guides where cycles end; the settled bytes as dots on the judged guides."""
     steps = max((len(line.series) for line in drawn), default=0)
-    ends = max((len(line.settled) for line in drawn), default=0)
-    length = steps / ends if ends else 0
-    guides = [((cycle + 1) * length, label) for cycle, label in enumerate(cycle_names(ends, warmup, 10))]
+    judged = max((len(line.settled) for line in drawn), default=0)
+    length = steps / (warmup + judged) if warmup + judged else 0
+    guides = [((cycle + 1) * length, name) for cycle, name in enumerate(cycle_names(judged, 10, warmup))]
     chart = _chart([value for line in drawn for value in (*line.series, *line.settled)], guides, (0, steps), 640)
     for line in drawn:
         chart.add(line.name, thinned(line.series), show_dots=False)
     for line in drawn:
-        chart.add(line.name, _dots(line.name, guides, line.settled, "settled"), stroke=False)
-    label = "live bytes after each step, by rank, and settled bytes at the cycle ends"
+        chart.add(line.name, _dots(line.name, guides[warmup:], line.settled, "settled"), stroke=False)
+    label = "live bytes after each step, by rank, and settled bytes at the ends of the judged cycles"
     return _svg(chart, label, 2 * list(range(len(drawn))))
 
 
-def growth(drawn: Sequence[Line], warmup: int) -> str:
-    """SVG of settled bytes since the end of the warm-up, cycle by cycle: what the verdict is about, alone.
+def growth(drawn: Sequence[Line]) -> str:
+    """SVG of settled bytes since the end of the first judged cycle: what the verdict is about, alone.
 
     Ranks that grew alike are one line here although they may have started from different bytes.
     """
-    ends = max((len(line.settled) for line in drawn), default=0)
-    first = min(max(warmup - 1, 0), max(ends - 1, 0))
     alike: dict[tuple[int, ...], list[int]] = {}
     for index, line in enumerate(drawn):
-        alike.setdefault(tuple(value - line.settled[first] for value in line.settled[first:]), []).append(index)
-    names = cycle_names(ends, warmup, 6)
-    guides = [(float(cycle), names[cycle]) for cycle in range(first, ends)]
-    chart = _chart([value for since in alike for value in since], guides, (first, ends - 1), 360)
+        alike.setdefault(tuple(value - line.settled[0] for value in line.settled), []).append(index)
+    judged = max(map(len, alike), default=0)
+    guides = [(float(cycle), name) for cycle, name in enumerate(cycle_names(judged, 6), start=1)]
+    chart = _chart([value for since in alike for value in since], guides, (1, judged), 360)
     for since, indices in alike.items():
         name = words.ranks(sorted(rank for index in indices for rank in drawn[index].ranks))
-        chart.add(name, _dots(name, guides, since, "since the warm-up"))
-    label = "settled bytes since the warm-up, cycle by cycle"
+        chart.add(name, _dots(name, guides, since, "since cycle 1"))
+    label = "settled bytes since the first judged cycle, cycle by cycle"
     return _svg(chart, label, [indices[0] for indices in alike.values()])
 
 
@@ -95,11 +93,11 @@ def _dots(name: str, guides: Sequence[tuple[float, str]], values: Sequence[int],
     ]
 
 
-def cycle_names(ends: int, warmup: int, most: int) -> list[str]:
-    """Labels for the cycle ends, at most `most` of them with text: "w" for warm-up, then 1, 2, 3."""
-    every = -(-ends // most) or 1
-    names = ["w" if cycle < warmup else str(cycle - warmup + 1) for cycle in range(ends)]
-    return [name if (ends - 1 - index) % every == 0 else "" for index, name in enumerate(names)]
+def cycle_names(judged: int, most: int, warmup: int = 0) -> list[str]:
+    """Labels for the cycles' ends, "w" for warm-up, then 1, 2, 3; all but at most `most` of them left empty."""
+    names = ["w"] * warmup + [str(cycle + 1) for cycle in range(judged)]
+    every = -(-len(names) // most) or 1
+    return [name if (len(names) - 1 - index) % every == 0 else "" for index, name in enumerate(names)]
 
 
 def thinned(series: Sequence[int], points: int = POINTS) -> list[tuple[int, int]]:

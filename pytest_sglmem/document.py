@@ -67,6 +67,7 @@ class Ipc(TypedDict):
     opens: int
     faults: list[IpcFault]
     pairs: list[IpcPair]
+    note: str
 
 
 class SlowStep(TypedDict):

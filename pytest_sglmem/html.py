@@ -58,7 +58,7 @@ class _Check:
     legend: list[tuple[int, str]]
     series: str
     growth: str
-    cycles: list[str]
+    cycles: int
     traffic: list[list[tuple[int, int] | None]]
 
 
@@ -93,14 +93,14 @@ def _check(check: LiveBytes, row: summary.Row) -> _Check:
     from . import charts
 
     drawn = charts.lines(check)
-    ends = max((len(line.settled) for line in drawn), default=0)
+    judged = max((len(line.settled) for line in drawn), default=0)
     return _Check(
         check=check,
         row=row,
         legend=[(index % charts.COLOURS, line.name) for index, line in enumerate(drawn)],
         series=charts.live_bytes(drawn, check["warmup"]) if any(line.series for line in drawn) else "",
-        growth=charts.growth(drawn, check["warmup"]) if ends > 1 else "",
-        cycles=["warm-up" if cycle < check["warmup"] else str(cycle - check["warmup"] + 1) for cycle in range(ends)],
+        growth=charts.growth(drawn) if judged > 1 else "",
+        cycles=judged,
         traffic=_traffic(check),
     )
 

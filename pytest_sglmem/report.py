@@ -48,6 +48,7 @@ _OPTIONAL_LIVE_BYTES: dict[str, object] = {
     "note": "",
     "slowest": None,
 }
+_OPTIONAL_IPC: dict[str, object] = {"pairs": (), "note": ""}
 _OPTIONAL_IPC_FAULT: dict[str, object] = {"exporters": (), "stack": (), "open_sites": (), "advice": ""}
 _OPTIONAL_GC: dict[str, object] = {"times": 0, "windows": (), "bytes_per_append": None, "per_append": 0, "note": ""}
 
@@ -182,16 +183,18 @@ def _complete(document: dict[str, list[dict[str, list[dict[str, object]]]]]) -> 
     """Give the fields that the schema leaves optional their defaults, in place."""
     for test in document["tests"]:
         for check in test["live_bytes"]:
-            for key, value in _OPTIONAL_LIVE_BYTES.items():
-                check.setdefault(key, value)
-            ipc = cast("dict[str, list[dict[str, object]]]", check["ipc"])
-            ipc.setdefault("pairs", [])
-            for fault in ipc["faults"]:
-                for key, value in _OPTIONAL_IPC_FAULT.items():
-                    fault.setdefault(key, value)
+            ipc = cast("dict[str, object]", check["ipc"])
+            _default(check, _OPTIONAL_LIVE_BYTES)
+            _default(ipc, _OPTIONAL_IPC)
+            for fault in cast("list[dict[str, object]]", ipc["faults"]):
+                _default(fault, _OPTIONAL_IPC_FAULT)
         for growth in test["gc"]:
-            for key, value in _OPTIONAL_GC.items():
-                growth.setdefault(key, value)
+            _default(growth, _OPTIONAL_GC)
+
+
+def _default(fields: dict[str, object], values: Mapping[str, object]) -> None:
+    for name, value in values.items():
+        fields.setdefault(name, value)
 
 
 def json_schema() -> dict[str, object]:

@@ -177,6 +177,10 @@ def _counter(fault: IpcFault) -> str:
     return "" if fault["counter"] is None else f", counter {fault['counter']}"
 
 
+def _by(fault: IpcFault) -> str:
+    return words.ranks(fault["by_ranks"]) if fault["by_ranks"] else "nobody known"
+
+
 def _bytes_full(check: LiveBytes) -> Iterator[str]:
     yield from _series_lines(check)
     for site in check["sites"]:
@@ -188,7 +192,11 @@ def _bytes_full(check: LiveBytes) -> Iterator[str]:
         yield f"slowest step: {_step_text(check, check['slowest'])}"
     for fault in check["ipc"]["faults"]:
         each = f"{fault['handles']} handles of {fault['site']}, {fault['opens']} opens each{_counter(fault)}"
-        yield f"ipc {fault['kind']}: {each}, {words.size(fault['bytes'])}, by {words.ranks(fault['by_ranks'])}"
+        yield f"ipc {fault['kind']}: {each}, {words.size(fault['bytes'])}, by {_by(fault)}"
+        if fault["advice"]:
+            yield f"  {fault['advice']}"
+    if check["ipc"]["note"]:
+        yield check["ipc"]["note"]
     if check["note"]:
         yield check["note"]
 
