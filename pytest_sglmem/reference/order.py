@@ -24,9 +24,6 @@ from .board import Board
 
 _FLAG = 4  # bytes
 _MASK = 0xFFFFFFFF
-# Chunks from this size on: the copy to this rank's own buffer runs beside those to the peers, on a second stream. Below
-# it, the two events that this takes cost more than they save.
-_ASIDE_BYTES = 1 << 20
 _LOOKS_IN_LIMIT = 8
 
 
@@ -83,13 +80,18 @@ class StreamOrder:
     """
 
     name = "stream"
+    # Bytes of a chunk from which the copy to this rank's own buffer runs beside those to the peers, on a second stream;
+    # for less, the two events that this takes cost more than they save.
+    aside_from = 1 << 20
+    # Bytes of a chunk below which one kernel writes all chunks; from there on the copy engines do, and leave the
+    # multiprocessors to others.
+    fused_below = 1 << 18
 
     def __init__(self, driver: ModuleType, board: Board, flags: torch.Tensor, peers: Sequence[torch.Tensor]) -> None:
         self._driver, self._board, self._flags, self._peers = driver, board, flags, tuple(peers)
         self._others = [rank for rank in range(board.world) if rank != board.rank]
         self._out = [peers[rank].data_ptr() + _FLAG * board.rank for rank in self._others]
         self._in = [flags.data_ptr() + _FLAG * rank for rank in self._others]
-        self._copy = driver.cuMemcpyDtoDAsync
         self._geq = int(driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ)
         self._fork, self._join = torch.cuda.Event(), torch.cuda.Event()
         self._comm, self._beside = torch.cuda.Stream(), torch.cuda.Stream()
@@ -101,15 +103,14 @@ class StreamOrder:
 
         The last target is this rank's own buffer. All of it goes to the current stream; the host does not wait.
         """
-        copy, base, current = self._copy, send.data_ptr(), torch.cuda.current_stream()
-        stream, (own, _, address) = current.cuda_stream, targets[-1]
-        aside = chunk_bytes >= _ASIDE_BYTES
-        if aside:
-            self._fork.record(current)
-            self._beside.wait_event(self._fork)
-        _ok(copy(address, base + own * chunk_bytes, chunk_bytes, self._beside.cuda_stream if aside else stream))
-        for rank, _, address in targets[:-1]:
-            _ok(copy(address, base + rank * chunk_bytes, chunk_bytes, stream))
+        current = torch.cuda.current_stream()
+        stream = current.cuda_stream
+        aside = chunk_bytes >= self.aside_from
+        if chunk_bytes < self.fused_below:
+            rows = send.view(len(targets), -1)
+            torch._foreach_copy_([target.row for target in targets], [rows[target.rank] for target in targets])
+        else:
+            self._copy_all(targets, send.data_ptr(), chunk_bytes, stream, self._branch(current) if aside else stream)
         self._post(stream, message)
         self._wait(stream, message)
         if aside:
@@ -134,6 +135,17 @@ class StreamOrder:
     def wait(self, message: int) -> None:
         """Let the current stream go on only when every peer's `message` is here. Raises what the watch found."""
         self._wait(torch.cuda.current_stream().cuda_stream, message)
+
+    def _branch(self, current: torch.cuda.Stream) -> int:
+        self._fork.record(current)
+        self._beside.wait_event(self._fork)
+        return self._beside.cuda_stream
+
+    def _copy_all(self, targets: Sequence[Target], send: int, chunk_bytes: int, stream: int, own_stream: int) -> None:
+        copy, (own, _, address) = self._driver.cuMemcpyDtoDAsync, targets[-1]
+        _ok(copy(address, send + own * chunk_bytes, chunk_bytes, own_stream))
+        for rank, _, address in targets[:-1]:
+            _ok(copy(address, send + rank * chunk_bytes, chunk_bytes, stream))
 
     def _post(self, stream: int, message: int) -> None:
         write = self._driver.cuStreamWriteValue32

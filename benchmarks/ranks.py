@@ -1,0 +1,52 @@
+"""Starts the ranks of a benchmark: one process each, a process group over a FileStore, one result a rank.
+
+Without pytest, so that what is measured is the code and not the harness. It is no launcher for tests (no limits, no
+stacks of hung ranks): that is `pytest_sglmem.launch`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import tempfile
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+
+def on_ranks(work: Callable[..., object], size: int, *args: object, device: str, backend: str | None = None) -> list:
+    """`work(rank, *args)` in `size` fresh processes; what each returned, in rank order.
+
+    `device`: "cuda" (ranks share GPUs where there are fewer; then the backend is gloo, else nccl) or "emulated".
+    """
+    import torch
+    import torch.multiprocessing as mp
+
+    gpus = torch.cuda.device_count() if device == "cuda" else 0
+    backend = backend or ("nccl" if gpus >= size else "gloo")
+    with tempfile.TemporaryDirectory() as folder:
+        mp.start_processes(_rank, (size, work, args, device, backend, folder), size, start_method="spawn")
+        return [pickle.loads(Path(folder, f"{rank}.pickle").read_bytes()) for rank in range(size)]
+
+
+def _rank(
+    rank: int, size: int, work: Callable[..., object], args: tuple, device: str, backend: str, folder: str
+) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    with contextlib.ExitStack() as stack:
+        if device == "emulated":
+            from pytest_sglmem import emulated_cuda
+
+            stack.enter_context(emulated_cuda(devices=size))
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+        store = dist.FileStore(str(Path(folder, "store")), size)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=120))
+        try:
+            result = work(rank, *args)
+            dist.barrier()
+        finally:
+            dist.destroy_process_group()
+    Path(folder, f"{rank}.pickle").write_bytes(pickle.dumps(result))
