@@ -256,7 +256,7 @@ class Rank:
                 warnings.filters[:] = self._filters  # type: ignore[index]
                 warnings._filters_mutated() if hasattr(warnings, "_filters_mutated") else None
             try:
-                value = dump_result(call(*body), self.rank)
+                value = dump_result(call(*body))
             except BaseException as error:
                 raised = text_of(error, showlocals=self._showlocals)
                 forget(error)
@@ -278,19 +278,9 @@ class Rank:
         return fn(*args, **kwargs)
 
     def _trace(self, body: bytes) -> object:
-        from . import tracing
+        from .tracing import trace_rank
 
         setup, args, over, options = pickle.loads(body)
-
-        def build() -> Callable[..., object]:
-            step = setup(*args)
-            if not callable(step):
-                raise TypeError(
-                    f"{_name(setup)} must return the step, a callable that takes one of `over` (got {step!r}). "
-                    "Did it forget to return it?"
-                )
-            return step
-
         due = 0.0
 
         def progress(cycle: int, at: int, live: int) -> None:
@@ -299,16 +289,16 @@ class Rank:
                 due = time.monotonic() + PROGRESS_EVERY
                 self._send(Progress(self._call, self.rank, cycle, at, live))
 
-        return tracing.trace_rank(
-            build,
+        return trace_rank(
+            setup,
             over,
+            args=args,
             rank=self.rank,
-            hands=self._hands,
-            artifacts=self.spec.artifacts,
-            group=None,
             ledger=self._ledger,
             before_step=self._before_step,
             progress=progress if options.pop("progress") else None,
+            hands=self._hands,
+            artifacts=self.spec.artifacts,
             **options,
         )
 
@@ -338,7 +328,7 @@ class Rank:
         return _added(armed.reached for armed, _ in self._armed)
 
     def _read_ledger(self) -> object:
-        return ((), ()) if self._ledger is None else self._ledger.reading()
+        return self._ledger.reading()
 
     # ------------------------------------------------------------------------------------- renew and end
 
@@ -380,7 +370,7 @@ class ResultError(TypeError):
     """A result that cannot leave its rank; the text names the type and where in the result it is."""
 
 
-def dump_result(value: object, rank: int) -> bytes:
+def dump_result(value: object) -> bytes:
     """The result, pickled; tensors arrive on the CPU. Raises ResultError naming what cannot cross and where it is."""
     if value is None:
         return _NONE
@@ -392,8 +382,8 @@ def dump_result(value: object, rank: int) -> bytes:
         where, kind = find_unpicklable(value)
         advice = " It was never awaited: call asyncio.run in the rank." if kind == "coroutine" else ""
         raise ResultError(
-            f"rank {rank} returned a result that cannot leave the rank: {where} is a {kind} ({error}).{advice} "
-            "Return plain values or CPU tensors"
+            f"the call returned what cannot leave the rank: {where} is a {kind} ({error}).{advice} "
+            "Return plain values or tensors"
         ) from None
 
 
@@ -458,8 +448,10 @@ def text_of(error: BaseException, *, showlocals: bool = False) -> RaisedText:
     while own is not None and own.tb_frame.f_code.co_filename == __file__ and own.tb_next is not None:
         own = own.tb_next
     try:
+        if isinstance(error, ResultError):
+            own = None  # the body ran to its end; no line of it is at fault
         error = error.with_traceback(own)
-        shown = str(pytest.ExceptionInfo.from_exception(error).getrepr(style="long", showlocals=showlocals))
+        shown = _as_pytest(error, showlocals) if own is not None else ""
     except Exception as another:  # a __repr__ or a __str__ of the code under test
         shown = "".join(traceback.format_tb(own)) + f"(its text could not be made: {type(another).__name__})"
     try:
@@ -469,6 +461,10 @@ def text_of(error: BaseException, *, showlocals: bool = False) -> RaisedText:
     kind = type(error)
     name = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     return RaisedText(name, message, shown, _outcome(error), _place(own), _collective(own))
+
+
+def _as_pytest(error: BaseException, showlocals: bool) -> str:
+    return str(pytest.ExceptionInfo.from_exception(error).getrepr(style="long", showlocals=showlocals))
 
 
 def _outcome(error: BaseException) -> Any:

@@ -20,7 +20,7 @@ from .words import ranks as ranks_text
 
 Frame = tuple[str, int, str]
 _FAR_SIDE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "rank.py")
-_OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_TRACING = os.path.join(os.path.dirname(os.path.abspath(__file__)), "tracing.py")
 _DISTRIBUTED = f"{os.sep}torch{os.sep}distributed{os.sep}"
 _WRAPPERS = frozenset(("wrapper", "inner", "noted", "gated", "carry_out", "_fn", "decorate_context"))
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
@@ -57,7 +57,8 @@ class Where:
     def place(self) -> str:
         """In a word: "wanders_off (file.py:41)"."""
         if not self.lines:
-            return "the harness" if self.frames else "no Python code"
+            tracing = any(file == _TRACING for file, _, _ in self.frames)
+            return "a quiet point of the trace" if tracing else "the harness" if self.frames else "no Python code"
         place, _, name = self.lines[0].rpartition(" in ")
         return f"{name} ({place})"
 
