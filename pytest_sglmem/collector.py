@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from . import report
-from .options import OptionError, Settings
+from .options import Settings
 
 if TYPE_CHECKING:
     from .document import Document, Test
@@ -36,7 +36,7 @@ class Collector:
             try:
                 report.check_path(path)
             except ValueError as error:
-                raise OptionError(f"{settings.origins['report']}: {error}") from None
+                raise pytest.UsageError(f"{settings.origins['report']}: {error}") from None
 
     def _load_baseline(self) -> Document | None:
         path = self._settings.baseline
@@ -45,7 +45,9 @@ class Collector:
         try:
             return report.load(path)
         except (OSError, ValueError) as error:
-            raise OptionError(f"{self._settings.origins['baseline']} is {path!r}, not a report: {error}") from None
+            raise pytest.UsageError(
+                f"{self._settings.origins['baseline']} is {path!r}, not a report: {error}"
+            ) from None
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Keep the last word on each test."""

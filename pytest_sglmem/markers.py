@@ -1,7 +1,7 @@
 """What a test asks for by a marker, read and checked before anything runs.
 
 `@pytest.mark.world(size=8, backend="gloo")` becomes a `WorldAsked`, `@pytest.mark.inject(FAULT, ...)` some faults. An
-unknown keyword or an impossible value is an `OptionError` that echoes it and names the test's file and line.
+unknown keyword or an impossible value is a `pytest.UsageError` that echoes it and names the test's file and line.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Literal, cast
 
 import pytest
 
-from .options import OptionError
 
 if TYPE_CHECKING:
     from .faults import Fault
@@ -46,15 +45,19 @@ def place(node: pytest.Item | pytest.Function) -> str:
 
 
 def world_asked(mark: pytest.Mark | None, origin: str) -> WorldAsked:
-    """What the marker says, checked. No marker asks for nothing in particular. Raises OptionError."""
+    """What the marker says, checked. No marker asks for nothing in particular. Raises pytest.UsageError."""
     if mark is None:
         return WorldAsked()
     if mark.args:
-        raise OptionError(f"world{mark.args!r} ({origin}): should be keywords, such as world(size={mark.args[0]!r})")
+        raise pytest.UsageError(
+            f"world{mark.args!r} ({origin}): should be keywords, such as world(size={mark.args[0]!r})"
+        )
     known = WorldAsked.__dataclass_fields__
     for keyword in mark.kwargs:
         if keyword not in known:
-            raise OptionError(f"world({keyword}=...) ({origin}): unknown keyword, should be one of {', '.join(known)}")
+            raise pytest.UsageError(
+                f"world({keyword}=...) ({origin}): unknown keyword, should be one of {', '.join(known)}"
+            )
     asked = dict(mark.kwargs)
     for keyword in ("size", "min_size"):
         if asked.get(keyword) is not None:
@@ -62,26 +65,26 @@ def world_asked(mark: pytest.Mark | None, origin: str) -> WorldAsked:
     if "sizes" in asked:
         asked["sizes"] = _sizes(asked["sizes"], origin)
         if asked.get("size") is not None:
-            raise OptionError(f"world(size={asked['size']!r}, sizes=...) ({origin}): should be one of the two")
+            raise pytest.UsageError(f"world(size={asked['size']!r}, sizes=...) ({origin}): should be one of the two")
     if asked.get("scope", "function") not in SCOPES:
-        raise OptionError(f"world(scope={asked['scope']!r}) ({origin}): should be one of {', '.join(SCOPES)}")
+        raise pytest.UsageError(f"world(scope={asked['scope']!r}) ({origin}): should be one of {', '.join(SCOPES)}")
     if not isinstance(asked.get("init", True), bool):
-        raise OptionError(f"world(init={asked['init']!r}) ({origin}): should be True or False")
+        raise pytest.UsageError(f"world(init={asked['init']!r}) ({origin}): should be True or False")
     if not isinstance(asked.get("backend", ""), str | None):
-        raise OptionError(f"world(backend={asked['backend']!r}) ({origin}): should be a name such as 'gloo'")
+        raise pytest.UsageError(f"world(backend={asked['backend']!r}) ({origin}): should be a name such as 'gloo'")
     return WorldAsked(**asked)
 
 
 def faults_asked(marks: Sequence[pytest.Mark], origin: str) -> tuple[Fault, ...]:
-    """The faults of a test's `inject` markers, the nearest first. Raises OptionError."""
+    """The faults of a test's `inject` markers, the nearest first. Raises pytest.UsageError."""
     texts = [text for mark in marks for text in mark.args]
     if any(mark.kwargs or not mark.args for mark in marks):
-        raise OptionError(f"inject ({origin}): should be one or more faults, such as inject('ipc.collect=skip')")
+        raise pytest.UsageError(f"inject ({origin}): should be one or more faults, such as inject('ipc.collect=skip')")
     return parse_faults(texts, origin)
 
 
 def parse_faults(texts: Sequence[object], origin: str) -> tuple[Fault, ...]:
-    """Texts as faults. Raises OptionError, with what `faults.parse` says is wrong."""
+    """Texts as faults. Raises pytest.UsageError, with what `faults.parse` says is wrong."""
     if not texts:
         return ()
     from .faults import FaultError, parse
@@ -89,16 +92,18 @@ def parse_faults(texts: Sequence[object], origin: str) -> tuple[Fault, ...]:
     try:
         return tuple(parse(cast(str, text), origin=origin) for text in texts)
     except FaultError as error:
-        raise OptionError(str(error)) from None
+        raise pytest.UsageError(str(error)) from None
 
 
 def _whole(keyword: str, value: object, origin: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise OptionError(f"world({keyword}={value!r}) ({origin}): should be a whole number of at least 1")
+        raise pytest.UsageError(f"world({keyword}={value!r}) ({origin}): should be a whole number of at least 1")
     return value
 
 
 def _sizes(values: object, origin: str) -> tuple[int, ...]:
     if not isinstance(values, list | tuple) or not values:
-        raise OptionError(f"world(sizes={values!r}) ({origin}): should be a list of whole numbers, such as [2, 4, 8]")
+        raise pytest.UsageError(
+            f"world(sizes={values!r}) ({origin}): should be a list of whole numbers, such as [2, 4, 8]"
+        )
     return tuple(_whole("sizes", value, origin) for value in values)

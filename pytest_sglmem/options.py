@@ -1,7 +1,7 @@
 """What a user can set, as data: one row an option, and the settings that a session runs with.
 
 `--sglmem-x` on the command line wins over `sglmem_x` in the ini file; a default is what neither said. A wrong value is
-an `OptionError` that echoes the value, says where it came from and what would be right. Nothing here imports torch, and
+a `pytest.UsageError` that echoes the value, says where it came from and what would be right. Nothing here imports torch, and
 nothing is looked up on the machine: whether a device exists is asked where a world starts.
 """
 
@@ -12,10 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import pytest
-
-
-class OptionError(pytest.UsageError):
-    """A value that a user gave and that cannot be: the value, its origin, what would be right."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,8 +186,7 @@ def add_options(parser: pytest.Parser) -> None:
             group.addoption(
                 option.flag, dest=option.dest, action=action, default=None, metavar=option.metavar, help=escaped
             )
-        kind = "linelist" if option.repeatable else "string"
-        parser.addini(option.dest, text, type=kind, default=None)
+        parser.addini(option.dest, text, type="linelist" if option.repeatable else "string", default=None)
     group.addoption(
         "--sglmem-faults", dest="sglmem_faults", action="store_true", help="list the fault points and actions, and exit"
     )
@@ -200,7 +195,7 @@ def add_options(parser: pytest.Parser) -> None:
 
 
 def settings(config: pytest.Config) -> Settings:
-    """The session's settings, every value checked. Raises OptionError."""
+    """The session's settings, every value checked. Raises pytest.UsageError."""
     values: dict[str, object] = {}
     origins: dict[str, str] = {}
     for option in OPTIONS:
@@ -228,7 +223,7 @@ def _parsed(option: Option, text: str, origin: str) -> object:
     try:
         return option.parse(text)
     except ValueError as right:
-        raise OptionError(f"{origin} is {text!r}, should be {right}") from None
+        raise pytest.UsageError(f"{origin} is {text!r}, should be {right}") from None
 
 
 def _patterns(config: pytest.Config, name: str) -> Sequence[str]:
@@ -237,7 +232,7 @@ def _patterns(config: pytest.Config, name: str) -> Sequence[str]:
         try:
             re.compile(pattern)
         except re.error as error:
-            raise OptionError(
+            raise pytest.UsageError(
                 f"{name} in {config.inipath or 'the ini file'} has {pattern!r}, should be a regular expression: {error}"
             ) from None
     return patterns

@@ -14,7 +14,7 @@ import re
 import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import pytest
 
@@ -23,6 +23,7 @@ from .collector import Collector
 from .markers import MARKERS, WorldAsked, faults_asked, parse_faults, place, world_asked
 
 if TYPE_CHECKING:
+    from .document import Test
     from .faults import Fault
     from .launch import Launcher, Spec
     from .live_bytes import LiveBytes
@@ -38,6 +39,7 @@ class SessionState:
         self.settings = options.settings(config)
         self.faults = parse_faults(self.settings.inject, self.settings.origins["inject"])
         self._launcher: Launcher | None = None
+        self._device: Literal["cuda", "emulated"] | None = None
         self._shared: dict[tuple[object, Spec], World] = {}
 
     def launcher(self) -> Launcher:
@@ -47,6 +49,14 @@ class SessionState:
 
             self._launcher = Launcher()
         return self._launcher
+
+    def device(self) -> Literal["cuda", "emulated"]:
+        """Where ranks allocate. `auto` is asked of the machine once, when the first world starts."""
+        if self._device is None:
+            from .launch import resolve_device
+
+            self._device = resolve_device(self.settings.device)
+        return self._device
 
     def shared(self, node: pytest.Item, scope: str, spec: Spec) -> World:
         """The world that all tests of `scope` with the same `spec` share, sound and with a fresh process group."""
@@ -89,7 +99,7 @@ class TestState:
         self.outcome = "passed"
         self.seconds = 0.0
 
-    def entry(self, nodeid: str) -> dict[str, object]:
+    def entry(self, nodeid: str) -> Test:
         """The test's entry in the report, as it stands."""
         from . import report
 
@@ -125,7 +135,7 @@ def pytest_configure(config: pytest.Config) -> None:
         try:
             resolve_device("cuda")
         except ValueError as error:
-            raise options.OptionError(f"{state.settings.origins['device']} is 'cuda': {error}") from None
+            raise pytest.UsageError(f"{state.settings.origins['device']} is 'cuda': {error}") from None
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -336,29 +346,36 @@ def _needs_torch() -> None:
         pytest.skip("needs torch: pip install 'pytest-sglmem[torch]'")
 
 
-def _artifacts(settings: options.Settings, item: pytest.Item) -> Path:
-    return Path(settings.artifacts).absolute() / re.sub(r"[^\w.-]+", "-", item.nodeid)
+def _artifacts(settings: options.Settings, node: pytest.Item | pytest.Session) -> Path:
+    name = re.sub(r"[^\w.-]+", "-", node.nodeid) if isinstance(node, pytest.Item) else "shared-worlds"
+    return Path(settings.artifacts).absolute() / name
 
 
 def _spec(session: SessionState, state: TestState, asked: WorldAsked, size: int | None, item: pytest.Item) -> Spec:
     _needs_torch()
+    from .faults import check_ranks
     from .launch import Spec
 
-    settings = session.settings
+    settings, config = session.settings, item.config
     size = size or settings.world
     if size < asked.min_size:
         pytest.skip(f"needs a world of at least {asked.min_size}: {size} ranks by {settings.origins['world']}")
+    check_ranks(state.faults, size)
     return Spec(
         size=size,
-        device=settings.device,
+        device=session.device(),
         backend=asked.backend,
         init=asked.init,
         timeout=settings.timeout,
         seed=settings.seed,
         faults=state.faults if asked.scope == "function" else (),
-        artifacts=str(_artifacts(settings, item)),
+        artifacts=str(_artifacts(settings, item if asked.scope == "function" else item.session)),
         ipc_audit=settings.ipc_audit != "off",
-        nodeid=item.nodeid,
+        nodeid=item.nodeid if asked.scope == "function" else "",
+        rootdir=str(config.rootpath),
+        showlocals=config.getoption("showlocals"),
+        live_output=config.getoption("capture") == "no",
+        whole_gpus=asked.backend == "nccl",
     )
 
 
