@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Literal, cast
 
 import pytest
 
-
 if TYPE_CHECKING:
     from .faults import Fault
 

@@ -1,8 +1,8 @@
 """What a user can set, as data: one row an option, and the settings that a session runs with.
 
 `--sglmem-x` on the command line wins over `sglmem_x` in the ini file; a default is what neither said. A wrong value is
-a `pytest.UsageError` that echoes the value, says where it came from and what would be right. Nothing here imports torch, and
-nothing is looked up on the machine: whether a device exists is asked where a world starts.
+a `pytest.UsageError` that echoes the value, says where it came from and what would be right. Nothing here imports torch
+or looks at the machine: whether a device exists is asked where a world starts.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import pytest
 
@@ -186,7 +187,8 @@ def add_options(parser: pytest.Parser) -> None:
             group.addoption(
                 option.flag, dest=option.dest, action=action, default=None, metavar=option.metavar, help=escaped
             )
-        parser.addini(option.dest, text, type="linelist" if option.repeatable else "string", default=None)
+        kind: Literal["linelist", "string"] = "linelist" if option.repeatable else "string"
+        parser.addini(option.dest, text, type=kind, default=None)
     group.addoption(
         "--sglmem-faults", dest="sglmem_faults", action="store_true", help="list the fault points and actions, and exit"
     )
