@@ -8,10 +8,10 @@ the end that says less; nothing is measured or judged here.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from . import words
-from .document import ALARMS, ORDER, Document, Gc, IpcFault, LiveBytes, Proof, SlowStep, Test
+from .document import ALARMS, ORDER, Document, Fired, Gc, IpcFault, LiveBytes, Proof, SlowStep, Test
 
 SCREEN = 23  # lines of a classic terminal less the title of the section: what the default summary keeps to
 GITHUB_ROWS = 100
@@ -95,11 +95,20 @@ def sorted_rows(document: Document) -> list[Row]:
 
 
 def check_rows(test: Test) -> list[Row]:
-    """The checks of one test: live bytes, then tracked objects."""
-    return [
+    """The checks of one test: live bytes, then tracked objects. The first has the faults that struck the test."""
+    rows = [
         *(_bytes_row(test, check) for check in test["live_bytes"]),
         *(_gc_row(test, growth) for growth in test["gc"]),
     ]
+    if rows and test["faults"]:
+        rows[0] = replace(rows[0], full=(*_fired_lines(test["faults"]), *rows[0].full))
+    return rows
+
+
+def _fired_lines(faults: Sequence[Fired]) -> Iterator[str]:
+    for fault in faults:
+        by_rank = ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(fault["fired"]) if count)
+        yield f"fault {fault['fault']} fired {f'({by_rank})' if by_rank else 'nowhere'}"
 
 
 def proof_lines(proof: Proof | None, width: int = 80, verbosity: int = 0) -> Iterator[str]:
