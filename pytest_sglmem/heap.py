@@ -1,0 +1,162 @@
+"""The cyclic collector's heap of this process: counts, types, and leaving its settings as they were.
+
+Counts are live plus frozen objects, because servers freeze their heap (`gc.freeze()`) and `gc.get_objects()` is then
+empty. What is compared is counted after `settle()`: garbage cycles are gone, and tuples and dictionaries that the
+interpreter stops tracking at a collection have had that collection.
+
+Up to CPython 3.10 an instance's attributes are a tracked dictionary beside it; later interpreters keep them in the
+instance. Growth counts both as one (`surplus`), so that it reads the same on every interpreter; `tracked` does not.
+It uses what it captured from `gc` at import, so that a fault injected into `gc` strikes the code under test only.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import time
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+
+_collect, _enable, _disable, _objects, _frozen = gc.collect, gc.enable, gc.disable, gc.get_objects, gc.get_freeze_count
+_freeze, _unfreeze = gc.freeze, gc.unfreeze
+_SEPARATE_ATTRIBUTES = sys.version_info < (3, 11)
+_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class made by a class statement
+_PASSES = 8  # a tuple in a tuple is untracked one pass after its content; deeper nests than this are rare
+
+
+def tracked() -> int:
+    """Objects in the collector's care: live plus frozen."""
+    return len(_objects()) + _frozen()
+
+
+def walked() -> int:
+    """Objects that a full collection walks: the live ones."""
+    return len(_objects())
+
+
+def newest(old: int) -> array[int]:
+    """Ids of the live objects after the first `old`: what was tracked since there were `old` of them."""
+    return array("Q", map(id, _objects()[old:]))
+
+
+def comparable(ignored: Sequence[str] = ()) -> int:
+    """What growth compares: `tracked`, attributes and instance as one, without the types that `ignored` fits."""
+    objects = _objects()
+    hidden = sum(n for kind, n in _kinds(objects).items() if matches(full_name(kind), ignored)) if ignored else 0
+    return len(objects) + _frozen() - surplus(objects) - hidden
+
+
+def by_type() -> dict[str, int]:
+    """Live objects by the full name of their type, attributes and instance as one.
+
+    Keeps neither objects nor types alive. No interpreter lists frozen objects, so they show no type.
+    """
+    objects = _objects()
+    counts: dict[str, int] = {}
+    for kind, count in _kinds(objects).items():
+        name = full_name(kind)
+        counts[name] = counts.get(name, 0) + count
+    if _SEPARATE_ATTRIBUTES:
+        counts["builtins.dict"] -= surplus(objects)
+    return counts
+
+
+def _kinds(objects: Iterable[object]) -> Counter[type]:
+    return Counter(map(type, objects))
+
+
+def collect() -> None:
+    """A full collection that the application's callbacks and debug flags do not notice."""
+    callbacks, debug = gc.callbacks[:], gc.get_debug()
+    gc.callbacks.clear()
+    gc.set_debug(0)
+    try:
+        _collect()
+    finally:
+        gc.set_debug(debug)
+        gc.callbacks[:] = callbacks
+
+
+def settle(clock: Callable[[], float] = time.perf_counter) -> float:
+    """Collect until the count stays; returns the seconds that the quickest of the passes took."""
+    count, quickest = -1, float("inf")
+    for _ in range(_PASSES):
+        begun = clock()
+        collect()
+        quickest = min(quickest, clock() - begun)
+        before, count = count, len(_objects())
+        if count == before:
+            break
+    return quickest
+
+
+@contextmanager
+def settings_kept() -> Iterator[None]:
+    """Thresholds, enabled state, debug flags, callbacks and freeze state are afterwards as they were."""
+    enabled, thresholds, debug, callbacks = gc.isenabled(), gc.get_threshold(), gc.get_debug(), gc.callbacks[:]
+    frozen = _frozen()
+    try:
+        yield
+    finally:
+        if not frozen and _frozen():
+            _unfreeze()
+        gc.callbacks[:] = callbacks
+        gc.set_debug(debug)
+        gc.set_threshold(*thresholds)
+        (_enable if enabled else _disable)()
+
+
+@contextmanager
+def set_aside() -> Iterator[None]:
+    """Freeze what is there, so that collecting and counting cost what is new; thaw it afterwards.
+
+    Does nothing where the application froze its heap (thawing would thaw that too), nor where an interpreter lists
+    frozen objects as live, which is seen by its doing so.
+    """
+    if _frozen():
+        yield
+        return
+    before = len(_objects())
+    _freeze()
+    try:
+        if len(_objects()) + _frozen() > before + before // 2:
+            _unfreeze()
+        yield
+    finally:
+        _unfreeze()
+
+
+def surplus(objects: Iterable[object]) -> int:
+    """How many of `objects` keep their attributes in a tracked dictionary beside them (CPython 3.10; later: 0)."""
+    if not _SEPARATE_ATTRIBUTES:
+        return 0
+    return sum(attribute_dict(item) is not None for item in objects)
+
+
+def attribute_dict(item: object) -> dict[str, object] | None:
+    """The tracked attribute dictionary of an instance of a Python class, None where there is none. Makes none."""
+    kind = type(item)
+    if not (kind.__flags__ & _HEAP_TYPE and kind.__dictoffset__) or issubclass(kind, (type, BaseException)):
+        return None
+    for part in gc.get_referents(item):
+        if type(part) is dict and gc.is_tracked(part) and object.__getattribute__(item, "__dict__") is part:
+            return part
+    return None
+
+
+def full_name(kind: type) -> str:
+    """Module and qualified name: what tells two types of one short name apart."""
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def short_name(name: str) -> str:
+    """The last part of a full name."""
+    return name.rpartition(".")[2]
+
+
+def matches(name: str, patterns: Iterable[str]) -> bool:
+    """Whether one of the patterns (fnmatch) fits the type's full name or its last part."""
+    return any(fnmatchcase(name, pattern) or fnmatchcase(short_name(name), pattern) for pattern in patterns)

@@ -1,0 +1,235 @@
+"""Who grows: from the roots of the process (modules, running frames) down to the holders of what is new.
+
+The search goes forward, level by level, because `gc.get_referrers` sees no frozen container, and a server's history
+often hangs from one. An old object that holds new ones is a grower; the new ones behind it are counted, so that the
+largest grower is named first, with the chain that leads to it: `app.SERVER -> .history -> [599] -> tuple`.
+
+It looks when a verdict has fallen: it makes attribute dictionaries of the instances on a chain, and holds nothing
+afterwards. What hangs from C alone (a thread's locals, an exit handler) has no chain; its nearest holder is named.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+import reprlib
+import sys
+import sysconfig
+import tracemalloc
+import types
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator
+from typing import NamedTuple
+
+_HERE = os.path.dirname(__file__) + os.sep
+_STDLIB = sysconfig.get_path("stdlib") + os.sep
+_DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType)
+_MACHINERY = ("_pytest", "pluggy")  # frames between the interpreter and the test
+_CHUNK = 512  # objects whose referents are asked for in one call
+_LONGEST = 10  # links of a chain that are shown
+_MOST = 3  # growers that are named
+_SHARE = 0.1  # of the new objects: a grower with less is not worth a line
+
+
+class _Grower(NamedTuple):
+    level: int
+    holder: object
+    child: object
+    count: int
+
+
+class _Root(NamedTuple):
+    label: str
+    value: object
+
+
+def growers(new: Collection[int], append: object = None) -> tuple[str, ...]:
+    """Chains from a root to what holds the objects whose ids are in `new`, the largest grower first.
+
+    `append` is one more root: the function under test and what it closes over.
+    """
+    search = _Search(frozenset(new), [*_frames(), _Root("append", append), *_modules()])
+    search.run()
+    best = sorted(search.found, key=lambda grower: -grower.count)[:_MOST]
+    lines = [search.chain(grower) for grower in best if grower.count >= _SHARE * len(new)]
+    return tuple(lines) or tuple(_unrooted(search.new))
+
+
+class _Search:
+    """Breadth first over what is tracked. `levels[k]`: the old objects k references away from a root."""
+
+    def __init__(self, new: frozenset[int], roots: list[_Root]) -> None:
+        self.new = new
+        self.roots = roots
+        self.levels: list[list[object]] = [[root.value for root in roots]]
+        self.found: list[_Grower] = []
+        self._reached: set[int] = set()
+        self._seen = {id(item) for item in (self, self.roots, self.levels, self.found, *self.levels[0])}
+
+    def run(self) -> None:
+        while self.levels[-1] and len(self._reached) < len(self.new):
+            below: list[object] = []
+            self._seen.add(id(below))
+            level = self.levels[-1]
+            for start in range(0, len(level), _CHUNK):
+                self._look(level[start : start + _CHUNK], below)
+            self.levels.append(below)
+
+    def _look(self, holders: list[object], below: list[object]) -> None:
+        hit = False
+        for item in gc.get_referents(*holders):
+            if id(item) in self._seen:
+                continue
+            if id(item) in self.new:
+                hit = True
+            elif gc.is_tracked(item):
+                self._seen.add(id(item))
+                below.append(item)
+        if hit:
+            for holder in holders:
+                self._count(holder)
+
+    def _count(self, holder: object) -> None:
+        """Add up the new objects behind this holder that nobody before it reached."""
+        child, count = None, 0
+        for item in gc.get_referents(holder):
+            if id(item) in self.new and id(item) not in self._reached:
+                child, count = item, count + self._flood(item)
+        if count:
+            self.found.append(_Grower(len(self.levels) - 1, holder, child, count))
+
+    def _flood(self, item: object) -> int:
+        before, waiting = len(self._reached), [item]
+        self._reached.add(id(item))
+        while waiting:
+            for part in gc.get_referents(waiting.pop()):
+                if id(part) in self.new and id(part) not in self._reached:
+                    self._reached.add(id(part))
+                    waiting.append(part)
+        return len(self._reached) - before
+
+    def chain(self, grower: _Grower) -> str:
+        path = [grower.holder]
+        for level in range(grower.level - 1, -1, -1):
+            path.append(next(item for item in self.levels[level] if _holds(item, path[-1])))
+        path.reverse()
+        label = next(root.label for root in self.roots if root.value is path[0])
+        links = list(_links([*path, grower.child]))
+        if len(links) > _LONGEST:
+            links[_LONGEST // 2 : -_LONGEST // 2] = [f"... {len(links) - _LONGEST} more ..."]
+        kind = type(grower.child).__name__
+        first, rest = (label + links[0], links[1:]) if links and links[0].startswith(".") else (label, links)
+        made = _made(grower.child)
+        return " -> ".join([first, *rest, kind]) + (f" (made at {made})" if made else "")
+
+
+def _holds(holder: object, item: object) -> bool:
+    return any(part is item for part in gc.get_referents(holder))
+
+
+def _modules() -> Iterator[_Root]:
+    for name, module in list(sys.modules.items()):
+        if isinstance(module, types.ModuleType):
+            yield _Root(name, module.__dict__)
+
+
+def _frames() -> Iterator[_Root]:
+    """The local variables of every running frame that is neither ours nor pytest's machinery."""
+    for top in sys._current_frames().values():
+        frame: types.FrameType | None = top
+        while frame is not None:
+            code = frame.f_code
+            machinery = str(frame.f_globals.get("__name__", "")).partition(".")[0] in _MACHINERY
+            if not machinery and not code.co_filename.startswith(_HERE) and frame.f_locals is not frame.f_globals:
+                where = f"{code.co_name}() ({os.path.basename(code.co_filename)}:{frame.f_lineno})"
+                for name, value in dict(frame.f_locals).items():
+                    yield _Root(f"{name} in {where}", value)
+            frame = frame.f_back
+
+
+def _links(path: list[object]) -> Iterator[str]:
+    """How each object of the path refers to the next: `.name`, `[key]`, `closure cell name`."""
+    for index, (item, part) in enumerate(itertools.pairwise(path)):
+        before = path[index - 1] if index else None
+        if isinstance(item, types.CellType) or (isinstance(item, types.FunctionType) and part is item.__closure__):
+            continue
+        if isinstance(before, types.FunctionType) and item is before.__closure__:
+            yield f"closure cell {before.__code__.co_freevars[_position(before.__closure__, part)]}"
+        elif isinstance(item, dict):
+            yield from _key(item, part, plain=index == 0 or _own_dict(before) is item)
+        elif _own_dict(item) is not part:
+            yield _link(item, part)
+
+
+def _link(item: object, part: object) -> str:
+    if isinstance(item, (list, tuple, deque)):
+        return f"[{_position(item, part)}]"
+    if isinstance(item, (set, frozenset)):
+        return "{...}"
+    name = _attribute(item, part)
+    return f".{name}" if name else f"({type(item).__name__})"
+
+
+def _key(mapping: dict[object, object], part: object, *, plain: bool) -> Iterator[str]:
+    for key, value in mapping.items():
+        if value is part:
+            yield f".{key}" if plain and isinstance(key, str) else f"[{reprlib.repr(key)}]"
+            return
+    yield "key"
+
+
+def _position(items: Iterable[object], part: object) -> int:
+    return next((i for i, item in enumerate(items) if item is part), -1)
+
+
+def _own_dict(item: object) -> object:
+    """The attribute dictionary of an instance or module; None where it has none."""
+    try:
+        return object.__getattribute__(item, "__dict__")
+    except AttributeError:
+        return None
+
+
+def _attribute(item: object, part: object) -> str:
+    """The attribute of `item` that is `part`, asked of C's own descriptors and the instance: no code of its class."""
+    own = _own_dict(item)
+    if isinstance(own, dict):
+        for name, value in own.items():
+            if value is part:
+                return str(name)
+    for kind in type(item).__mro__:
+        for name, descriptor in list(vars(kind).items()):
+            if isinstance(descriptor, _DESCRIPTORS) and _get(descriptor, item) is part:
+                return name
+    frame = getattr(item, "cr_frame", None) or getattr(item, "gi_frame", None) or item
+    if isinstance(frame, types.FrameType):
+        return next((f"local {name}" for name, value in dict(frame.f_locals).items() if value is part), "")
+    return ""
+
+
+def _get(descriptor: types.MemberDescriptorType | types.GetSetDescriptorType, item: object) -> object:
+    try:
+        return descriptor.__get__(item, type(item))
+    except Exception:  # a slot that is not set, an attribute that this object lacks
+        return None
+
+
+def _made(item: object) -> str:
+    """Where the object was allocated, by tracemalloc where it traces: the last line outside the standard library."""
+    traceback = tracemalloc.get_object_traceback(item) if tracemalloc.is_tracing() else None
+    for frame in reversed(traceback or ()):
+        if not frame.filename.startswith((_STDLIB, _HERE, "<")):
+            return f"{os.path.basename(frame.filename)}:{frame.lineno}"
+    return ""
+
+
+def _unrooted(new: frozenset[int]) -> Iterator[str]:
+    """For what no module and no frame leads to: the nearest holder."""
+    objects = gc.get_objects()
+    for item in objects:
+        if id(item) in new:
+            for holder in gc.get_referrers(item):
+                if holder is not objects and id(holder) not in new and not isinstance(holder, types.FrameType):
+                    yield f"a {type(holder).__name__} that no module and no frame names -> {type(item).__name__}"
+                    return
