@@ -22,6 +22,7 @@ MARKERS = (
     "gpu_memory: judges live bytes (added by itself to every test that uses live_bytes)",
     "world(size=, sizes=[...], min_size=, backend=, scope='function', init=True): the ranks that a test's world has",
     "inject(FAULT, ...): run the test under these faults (pytest --sglmem-faults lists them)",
+    "survives(FAULT, ..., reason=): --sglmem-prove need not find these faults (without any: all) noticed by this test",
 )
 
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .launch import Launcher, Spec
     from .live_bytes import LiveBytes
     from .objects import GcTracked
+    from .prove import Proof
     from .records import Growth, Trace, Verdict
     from .world import World
 
@@ -38,6 +39,7 @@ class SessionState:
     def __init__(self, config: pytest.Config) -> None:
         self.settings = options.settings(config)
         self.faults = parse_faults(self.settings.inject, self.settings.origins["inject"])
+        self.proof: Proof | None = None
         self._launcher: Launcher | None = None
         self._device: Literal["cuda", "emulated"] | None = None
         self._shared: dict[tuple[object, Spec], World] = {}
@@ -96,6 +98,7 @@ class TestState:
         self.verdicts: dict[int, tuple[Trace, Verdict]] = {}
         self.growths: list[Growth] = []
         self.fired: dict[str, list[int]] = {}
+        self.fired_here: dict[str, int] = {}
         self.outcome = "passed"
         self.seconds = 0.0
 
@@ -110,7 +113,9 @@ class TestState:
             world=self.world_entry,
             live_bytes=[verdict for _, verdict in self.verdicts.values()],
             gc=self.growths,
-            faults=[{"fault": fault, "fired": fired} for fault, fired in self.fired.items()],
+            faults=[
+                {"fault": fault, "fired": fired} for fault, fired in self.fired.items() if not fault.endswith("=watch")
+            ],
         )
 
 
@@ -129,6 +134,11 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", marker)
     config.stash[SESSION] = state = SessionState(config)
     config.pluginmanager.register(Collector(config, state.settings), "sglmem-collector")
+    if state.settings.prove:
+        from .prove import Proof
+
+        state.proof = Proof(config, state, TEST)
+        config.pluginmanager.register(state.proof, "sglmem-proof")
     if state.settings.device == "cuda":
         from .launch import resolve_device
 
@@ -190,7 +200,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """A fresh record of the test."""
-    item.stash[TEST] = TestState([*item.config.stash[SESSION].faults, *_faults(item)])
+    session = item.config.stash[SESSION]
+    proving = session.proof.faults if session.proof is not None else ()
+    item.stash[TEST] = TestState([*session.faults, *_faults(item), *proving])
 
 
 @pytest.hookimpl(wrapper=True)
@@ -205,6 +217,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
         try:
             return (yield)
         finally:
+            state.fired_here.update(here.fired)
             for fault, count in here.fired.items():
                 state.fired.setdefault(fault, [count] if state.world is None else [])
 

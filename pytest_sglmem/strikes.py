@@ -181,7 +181,7 @@ def arming(faults: Sequence[Fault], *, rank: int, seed: int) -> Iterator[Armed]:
         patches = Patches()
         stack.callback(patches.undo)
         for point, gate in armed.gates.items():
-            _INSTALL.get(point, _no_patch)(gate, patches, stack)
+            _INSTALL[point](gate, patches, stack)
         if any(fault.point == "ipc.open" and fault.action == "corrupt" for fault in faults):
             _flush_at_synchronisation(armed, patches)
         patches.spread()
@@ -549,8 +549,32 @@ _AT: Mapping[str, Mapping[str, Act]] = MappingProxyType(
 # Where the points are: (gate, patches, stack)
 
 
-def _no_patch(gate: Gate, patches: Patches, stack: contextlib.ExitStack) -> None:
-    """`step` needs none: the harness calls it."""
+def _at_step(gate: Gate, patches: Patches, stack: contextlib.ExitStack) -> None:
+    """In a rank the harness calls `before_step`. In the pytest process a step is an append, or a block that is counted."""
+    if gate.armed.rank != PYTEST_RANK or all(strike.fault.action == "watch" for strike in gate.strikes):
+        return
+    from .appends import Caller
+    from .objects import GcTracked
+
+    enter, growth = Caller.__enter__, GcTracked.growth
+
+    def stepping(self: Caller) -> Callable[[int], object]:
+        append = enter(self)
+
+        def step(number: int) -> object:
+            gate.armed.before_step()
+            return append(number)
+
+        return step
+
+    @contextlib.contextmanager
+    def counted(self: GcTracked) -> Iterator[object]:
+        with growth(self) as grown:
+            yield grown
+            gate.armed.before_step()
+
+    patches.replace(Caller, "__enter__", stepping)
+    patches.replace(GcTracked, "growth", counted)
 
 
 def _torch(gate: Gate) -> ModuleType | None:
@@ -742,7 +766,26 @@ def _open_gated(
 
 
 def _at_alloc(gate: Gate, patches: Patches, stack: contextlib.ExitStack) -> None:
-    if _torch(gate) is not None:
+    """The emulated device's allocator, where it is (any thread); else a dispatch mode on this thread."""
+    torch = _torch(gate)
+    if torch is None:
+        return
+    from .emulated import current
+    from .emulated.memory import Memory
+
+    real = Memory.own
+
+    @functools.wraps(real)
+    def own(memory: Any, storage: Any, *args: Any, **kwargs: Any) -> object:
+        due = [] if gate.off or not storage.nbytes() or _asked_by_harness() else gate.reach()
+        if not due:
+            return real(memory, storage, *args, **kwargs)
+        owned = gate.carry_out(due, real, (memory, storage, *args), kwargs)
+        gate.armed.kept.extend(storage for one in due if one.fault.action == "retain" and not one.fault.argument)
+        return owned
+
+    patches.replace(Memory, "own", own)
+    if current() is None and torch.version.cuda is not None:
         stack.enter_context(_allocations(gate))
 
 
@@ -785,7 +828,7 @@ def _asked_by_harness() -> bool:
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
-        if name.partition(".")[0] not in ("torch", "contextlib") and name != "pytest_sglmem.emulated":
+        if name.partition(".")[0] not in ("torch", "contextlib") and not name.startswith("pytest_sglmem.emulated"):
             return _is_harness(name)
         frame = frame.f_back
     return False
@@ -801,6 +844,7 @@ _INSTALL: Mapping[str, Callable[[Gate, Patches, contextlib.ExitStack], None]] = 
         "cuda.synchronize": _function("synchronize", "torch.cuda"),
         "dist.barrier": _at_barrier,
         "dist.collective": _at_collective,
+        "step": _at_step,
         "gc.enable": _function("enable", "gc"),
         "pickle.dumps": _function("dumps", "pickle", "_pickle"),
         "pickle.loads": _function("loads", "pickle", "_pickle"),

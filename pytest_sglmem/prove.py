@@ -1,0 +1,368 @@
+"""`--sglmem-prove`: after the session, each test that passed again under every fault that can fire in it.
+
+What the plugin does for it, and no more: it registers one `Proof` where the option is given, and adds `Proof.faults` to
+the faults of every test: in the clean run those that do nothing but count, then the one being tried. Everything else
+hangs on pytest's hooks: reports tell which tests passed, the end of the run loop starts the proof, each run goes
+through the item's own protocol (so all fixtures and ranks are made anew) and is never logged. Only tests that use
+`world`, `live_bytes` or `gc_tracked` are run again, and none that injects faults itself.
+
+Under xdist each worker proves the tests it ran; the controller merges. Finished runs are kept in the artifacts folder
+until the proof is complete, so that one that was interrupted or limited goes on where it stopped, as long as no loaded
+source file of the project has changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import sys
+import warnings
+from collections.abc import Generator, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Protocol
+
+import pytest
+
+from . import proof
+from .faults import POINTS, Fault, FaultError, parse, watch
+from .options import Settings
+from .proof import HEALED, Clean, Failure, Run
+
+if TYPE_CHECKING:
+    from .collector import Collector
+    from .world import World
+
+_FIXTURES = frozenset({"world", "live_bytes", "gc_tracked"})
+_LEAST_LIMIT = 10.0  # seconds of a call into ranks under a fault, at least
+_TIMES_CLEAN = 10  # and at least that many times what the whole clean test took
+
+
+class Observed(Protocol):
+    """What the plugin knows of a test when it is over: `plugin.TestState`."""
+
+    fired: dict[str, list[int]]
+    fired_here: dict[str, int]
+    world: World | None
+    world_entry: dict[str, object] | None
+
+
+class Session(Protocol):
+    """What the proof asks of the plugin's session: `plugin.SessionState`."""
+
+    settings: Settings
+
+
+class Proof:
+    """A plugin object: collects the clean run, proves, merges, reports. `observed`: where an item's state is."""
+
+    def __init__(self, config: pytest.Config, session: Session, observed: pytest.StashKey) -> None:
+        self._config, self._session, self._observed = config, session, observed
+        self._worker = str(getattr(config, "workerinput", {}).get("workerid", ""))
+        self._cleans: dict[str, tuple[pytest.Item, Clean]] = {}
+        self._failed: set[str] = set()
+        self._seconds: dict[str, float] = {}
+        self._running = False
+        self._failure = Failure()
+        self._allowed: int | None = None
+        self._left_out = 0
+        self.runs: list[Run] = []
+        self._watching = watch()
+        self.faults: tuple[Fault, ...] = self._watching
+
+    # The clean run
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """A `survives` marker that cannot be is an error before any test runs."""
+        for item in items:
+            exemptions(item)
+
+    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> None:
+        """See what each phase came to: of the clean run whether it passed, of a proof run how it failed."""
+        failed = call.excinfo is not None
+        if self._running:
+            if call.excinfo is not None and not self._failure.kinds:
+                self._failure = proof.failure_of(call.excinfo.value)
+            return
+        self._seconds[item.nodeid] = self._seconds.get(item.nodeid, 0.0) + call.duration
+        if failed:
+            self._failed.add(item.nodeid)
+        if call.when == "teardown" and item.nodeid not in self._failed and _can_be_proven(item):
+            self._cleans[item.nodeid] = (item, self._clean(item))
+
+    def _clean(self, item: pytest.Item) -> Clean:
+        state: Observed = item.stash[self._observed]
+        world = state.world_entry or {}
+        names = set(getattr(item, "fixturenames", ()))
+        size = world.get("size", 0)
+        assert isinstance(size, int)
+        return Clean(
+            nodeid=item.nodeid,
+            reached=reached(state, [fault.text for fault in self._watching]),
+            forced=tuple(text for fixture, text in proof.FORCED.items() if fixture in names),
+            size=size,
+            device=str(world.get("device", "")),
+            seconds=self._seconds[item.nodeid],
+            exempt=exemptions(item),
+        )
+
+    # The proof
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> Generator[None, object, object]:
+        """When all tests have run: prove those that passed. A session that stopped early proves nothing."""
+        result = yield
+        if not (session.config.option.collectonly or session.shouldstop or session.shouldfail):
+            self._prove()
+        return result
+
+    def _prove(self) -> None:
+        journal = Journal.open(self._config, self._session.settings, self._worker)
+        plans = [(item, clean, proof.plan(clean)) for item, clean in self._cleans.values()]
+        total = sum(len(faults) for _, _, faults in plans)
+        self._allowed = _share(self._session.settings.prove_limit, self._config)
+        self._say(_announcement(plans, total, self._allowed, len(journal.done)))
+        done = 0
+        with contextlib.closing(journal):
+            for item, clean, faults in plans:
+                begun = len(self.runs)
+                self._prove_one(item, clean, faults, journal)
+                runs = self.runs[begun:]
+                done += sum(run.fault != HEALED for run in runs)
+                letters = "".join(proof.LETTERS[run.result] for run in runs)
+                self._say(f"proof [{done}/{total}] {clean.nodeid} {letters}")
+        if not self._left_out and not self._worker:
+            journal.remove()
+
+    def _prove_one(self, item: pytest.Item, clean: Clean, faults: Sequence[Fault], journal: Journal) -> None:
+        """All runs of one test: known ones are taken over, what the limit leaves is counted, the last one is clean."""
+        struck = False
+        for fault in faults:
+            known = journal.done.get((clean.nodeid, fault.text))
+            reason = proof.exemption(clean, fault)
+            if known is not None:
+                self.runs.append(known)
+            elif reason is not None:
+                self.runs.append(Run(clean.nodeid, fault.text, "exempt", 0, reason))
+            elif self._allowed is not None and self._allowed < 1:
+                self._left_out += 1
+            else:
+                self._allowed = None if self._allowed is None else self._allowed - 1
+                self._keep(self._struck(item, clean, fault), journal)
+                struck = True
+        if struck:
+            self._keep(self._healed(item, clean), journal)
+
+    def _keep(self, run: Run, journal: Journal) -> None:
+        self.runs.append(run)
+        journal.write(run)
+
+    def _struck(self, item: pytest.Item, clean: Clean, fault: Fault) -> Run:
+        failure, fired, told = self._again(item, clean, fault)
+        if failure.kinds:
+            failure = dataclasses.replace(failure, text=f"{failure.text}\n{told}")
+        result, why = proof.judge_run(fault, fired, failure, forced=fault.text in clean.forced)
+        return Run(clean.nodeid, fault.text, result, fired, why)
+
+    def _healed(self, item: pytest.Item, clean: Clean) -> Run:
+        failure, _, _ = self._again(item, clean, None)
+        why = failure.text.partition("\n")[0]
+        return Run(clean.nodeid, HEALED, "not healed" if failure.kinds else "healed", 0, why)
+
+    def _again(self, item: pytest.Item, clean: Clean, fault: Fault | None) -> tuple[Failure, int, str]:
+        """The test once more, under `fault`: its failure, how often the fault fired, what ranks printed."""
+        settings = self._session.settings
+        limit = min(settings.timeout, max(_LEAST_LIMIT, _TIMES_CLEAN * clean.seconds))
+        self._running, self._failure = True, Failure()
+        self.faults = () if fault is None else (fault,)
+        self._session.settings = dataclasses.replace(settings, timeout=limit)
+        try:
+            item.ihook.pytest_runtest_protocol(item=item, nextitem=None)
+            state: Observed = item.stash[self._observed]
+            text = fault.text if fault is not None else ""
+            fired = sum(state.fired.get(text, ())) + state.fired_here.get(text, 0)
+            return self._failure, fired, "\n".join(state.world.outputs if state.world is not None else ())
+        finally:
+            self._running, self.faults = False, self._watching
+            self._session.settings = settings
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
+        """A proof run: the item's protocol as ever, but no report of it is logged and no warning of it is shown."""
+        if not self._running:
+            return None
+        runner: Any = self._config.pluginmanager.get_plugin("runner")
+        with warnings.catch_warnings(record=True):
+            runner.runtestprotocol(item, log=False, nextitem=None)
+        return True
+
+    def _say(self, line: str) -> None:
+        terminal = self._config.pluginmanager.get_plugin("terminalreporter")
+        if terminal is not None:
+            terminal.ensure_newline()
+            terminal.write_line(line)
+            return
+        capture = self._config.pluginmanager.get_plugin("capturemanager")
+        with capture.global_and_fixture_disabled() if capture is not None else contextlib.nullcontext():
+            os.write(2, f"[{self._worker}] {line}\n".encode())
+
+    # The end
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: object) -> None:
+        """A worker of xdist is done: take over what it proved."""
+        sent = getattr(node, "workeroutput", {}).get("sglmem_proof")
+        if sent is not None:
+            self.runs += [Run(**run) for run in sent["runs"]]
+            self._left_out += sent["left_out"]
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """Hand the result on: a worker to its controller, else to the report; holes make the session fail."""
+        if self._worker:
+            runs = [proof.to_plain(run) for run in self.runs]
+            self._config.workeroutput["sglmem_proof"] = {  # type: ignore[attr-defined]
+                "runs": runs,
+                "left_out": self._left_out,
+            }
+            return
+        collector: Collector | None = self._config.pluginmanager.get_plugin("sglmem-collector")
+        if collector is not None:
+            collector.proof = proof.fold(self.runs, left_out=self._left_out)
+        if proof.unproven(self.runs) and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """The table, and every hole with the command that repeats it."""
+        if self._worker:
+            return
+        terminalreporter.section("sglmem proof")
+        for line in proof.table(self.runs, left_out=self._left_out, options=_options(self._session.settings)):
+            terminalreporter.write_line(line)
+
+
+def reached(state: Observed, watched: Sequence[str]) -> dict[str, int]:
+    """Point -> reaches in the busiest process; takes the watching faults out of the test's record."""
+    found: dict[str, int] = {}
+    for text in watched:
+        counts = [*state.fired.pop(text, ()), state.fired_here.pop(text, 0)]
+        if max(counts, default=0):
+            found[text.partition("=")[0]] = max(counts)
+    return found
+
+
+def exemptions(item: pytest.Item) -> Mapping[str, str]:
+    """Fault -> reason, of a test's `survives` markers; "" stands for every fault. Raises pytest.UsageError."""
+    found: dict[str, str] = {}
+    for mark in item.iter_markers("survives"):
+        path, line, name = item.location
+        where = f"marker of {name} at {path}:{(line or 0) + 1}"
+        reason = mark.kwargs.get("reason")
+        if set(mark.kwargs) != {"reason"} or not isinstance(reason, str) or not reason.strip():
+            raise pytest.UsageError(
+                f"survives ({where}): should be faults and a reason, survives(FAULT, ..., reason='...')"
+            )
+        for text in mark.args or ("",):
+            if text and text not in POINTS:
+                try:
+                    parse(text, origin=where)
+                except FaultError as error:
+                    raise pytest.UsageError(str(error)) from None
+            found.setdefault(text, reason)
+    return MappingProxyType(found)
+
+
+def _can_be_proven(item: pytest.Item) -> bool:
+    names = set(getattr(item, "fixturenames", ()))
+    return bool(names & _FIXTURES) and "inject" not in names and item.get_closest_marker("inject") is None
+
+
+def _share(limit: int | None, config: pytest.Config) -> int | None:
+    workers = int(getattr(config, "workerinput", {}).get("workercount", 1))
+    return None if limit is None else max(1, limit // workers)
+
+
+def _announcement(
+    plans: Sequence[tuple[pytest.Item, Clean, list[Fault]]], total: int, limit: int | None, known: int
+) -> str:
+    faults = {fault.text for _, _, its in plans for fault in its}
+    limited = f", at most {limit} now" if limit is not None else ""
+    resumed = f", {known} known from the last time" if known else ""
+    return f"proof: {total} runs, {len(plans)} tests under {len(faults)} faults{limited}{resumed}"
+
+
+def _options(settings: Settings) -> list[str]:
+    return [f"--sglmem-device={settings.device}", f"--sglmem-world={settings.world}", f"--sglmem-seed={settings.seed}"]
+
+
+class Journal:
+    """The runs that are done, in a file of this process's own; those of others are read and left alone.
+
+    A folder that cannot be written to is no error: then nothing is kept, and a later proof starts from the beginning.
+    """
+
+    def __init__(self, folder: Path, worker: str, fingerprint: str) -> None:
+        self._folder, self._path = folder, folder / f"{worker or 'main'}.jsonl"
+        self._fingerprint = fingerprint
+        self.done: dict[tuple[str, str], Run] = {}
+        for path in sorted(folder.glob("*.jsonl")):
+            self._read(path)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = self._path.open("w", encoding="utf-8")
+            self._write({"fingerprint": fingerprint})
+            for run in self.done.values():
+                self.write(run)
+        except OSError:
+            self._file = open(os.devnull, "w")  # noqa: SIM115
+
+    @classmethod
+    def open(cls, config: pytest.Config, settings: Settings, worker: str) -> Journal:
+        """The journal of this process, under the session's artifacts folder."""
+        folder = Path(config.rootpath, settings.artifacts, "proof")
+        return cls(folder, worker, _fingerprint(config.rootpath, settings))
+
+    def _read(self, path: Path) -> None:
+        # A last line that was cut off by a kill is no run; another fingerprint is another program.
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            lines = path.read_text(encoding="utf-8").splitlines()
+            if json.loads(lines[0]).get("fingerprint") == self._fingerprint:
+                for line in lines[1:]:
+                    run = Run(**json.loads(line))
+                    self.done[run.nodeid, run.fault] = run
+
+    def write(self, run: Run) -> None:
+        """Keep a run, at once."""
+        self._write(proof.to_plain(run))
+
+    def _write(self, record: Mapping[str, object]) -> None:
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """No more runs."""
+        self._file.close()
+
+    def remove(self) -> None:
+        """The proof is complete: nothing to go on from."""
+        for path in self._folder.glob("*.jsonl"):
+            path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            self._folder.rmdir()
+
+
+def _fingerprint(root: Path, settings: Settings) -> str:
+    """Changes with every source file of the project that is loaded, and with what a run depends on."""
+    known = hashlib.blake2b(digest_size=16)
+    files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
+    here = [file for file in files if file and Path(file).is_relative_to(root) and "site-packages" not in file]
+    for file in sorted(here):
+        with contextlib.suppress(OSError):
+            stat = os.stat(file)
+            known.update(f"{file} {stat.st_mtime_ns} {stat.st_size}\n".encode())
+    known.update(repr((settings.world, settings.device, settings.launcher, settings.timeout, settings.seed)).encode())
+    return known.hexdigest()
