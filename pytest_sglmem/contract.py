@@ -42,20 +42,34 @@ class Slot(NamedTuple):
 def read_counter(counter_file: str, slot: int) -> int | None:
     """The counter in `slot` of `counter_file`: 1 outstanding, 0 released (or never used), below 0 released too often.
 
-    `counter_file` is the name torch hands over ("/torch_123_456_0", a file in /dev/shm) or the path of an emulated
-    device's ("/proc/123/fd/7"). None where the file is gone: each of its handles was given back.
+    None where the file is gone: each of its handles was given back, or its exporter ended.
     """
-    try:
-        with open(counter_path(counter_file), "rb", buffering=0) as file:
-            word = os.pread(file.fileno(), COUNTER.size, FILE_HEADER + COUNTER.size * slot)
-    except OSError:
+    file = open_counters(counter_file)
+    if file is None:
         return None
+    try:
+        word = os.pread(file, COUNTER.size, FILE_HEADER + COUNTER.size * slot)
+    finally:
+        os.close(file)
     return COUNTER.unpack(word)[0] if len(word) == COUNTER.size else None
 
 
-def counter_path(counter_file: str) -> str:
-    """The path of a counter file: an emulated device's name is its path, torch's is a name in /dev/shm."""
-    return counter_file if counter_file.startswith("/proc/") else "/dev/shm/" + counter_file.lstrip("/")
+def open_counters(counter_file: str, flags: int = os.O_RDONLY) -> int | None:
+    """A file descriptor of a counter file; None where it is gone.
+
+    `counter_file` is the name that torch hands over ("/torch_123_456_0", a file in /dev/shm), or an emulated device's
+    ("/proc/123/fd/7#4711": an open file of process 123 that has no name, and its inode, because the number 7 is used
+    again for other files).
+    """
+    path, _, inode = counter_file.partition("#")
+    try:
+        file = os.open(path if path.startswith("/proc/") else "/dev/shm/" + path.lstrip("/"), flags | os.O_CLOEXEC)
+    except OSError:
+        return None
+    if inode and os.fstat(file).st_ino != int(inode):
+        os.close(file)
+        return None
+    return file
 
 
 def is_released(counter: int, *, unsigned: bool) -> bool:
@@ -227,3 +241,65 @@ class Producer(Custody[Slot]):
     def _forget(self, file: int) -> None:
         del self._used[file]
         self.gone.append(file)
+
+
+class Mapped(Generic[S]):
+    """A block that a consumer has mapped: `slot` is given back when the last of its `views` ends."""
+
+    __slots__ = ("memory", "slot", "views")
+
+    def __init__(self, memory: Hashable, slot: S) -> None:
+        self.memory = memory
+        self.slot = slot
+        self.views = 1
+
+
+class Consumer(Generic[S]):
+    """The opens of one process, as torch counts them. Pure.
+
+    `release(slot)` subtracts 1 from a counter. `memory` names what a handle points to (torch: the handle of the segment
+    and the offset), the same for all handles of one block.
+    """
+
+    def __init__(self, release: Callable[[S], None]) -> None:
+        self._release = release
+        self._cache: dict[Hashable, Mapped[S]] = {}
+        self._mappings: set[Mapped[S]] = set()
+
+    def open(self, memory: Hashable, slot: S) -> Mapped[S]:
+        """Rebuild the tensor (`rebuild_cuda_tensor`). Where the process maps that memory already, the handle is given
+        back at once and the mapping shared; so the same handle opened twice is given back while it is still in use.
+        """
+        known = self._cache.get(memory)
+        if known is not None:
+            known.views += 1
+            self._release(slot)
+            return known
+        opened = self._cache[memory] = self.open_by_hand(memory, slot)
+        return opened
+
+    def open_by_hand(self, memory: Hashable, slot: S) -> Mapped[S]:
+        """Map it past the cache (`_new_shared_cuda`)."""
+        opened = Mapped(memory, slot)
+        self._mappings.add(opened)
+        return opened
+
+    def close(self, opened: Mapped[S]) -> None:
+        """One view of the mapping ended; with the last one its handle is given back."""
+        opened.views -= 1
+        if opened.views or opened not in self._mappings:
+            return
+        self._mappings.discard(opened)
+        if self._cache.get(opened.memory) is opened:
+            del self._cache[opened.memory]
+        self._release(opened.slot)
+
+    def die(self) -> None:
+        """The process was killed: nothing that it maps is ever given back."""
+        self._cache.clear()
+        self._mappings.clear()
+
+    @property
+    def mapped(self) -> frozenset[Hashable]:
+        """What the process maps now."""
+        return frozenset(opened.memory for opened in self._mappings)

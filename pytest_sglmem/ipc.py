@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from .audit import audit, broken, summary
-from .contract import Custody, Producer, Slot, is_released, read_counter, reads_unsigned
+from .contract import Consumer, Custody, Producer, Slot, is_released, read_counter, reads_unsigned
 from .ledger import Ledger
 from .records import IpcFault, IpcSummary
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch.distributed
 
 __all__ = [
+    "Consumer",
     "Custody",
     "IpcAudit",
     "Ledger",

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from .contract import COUNTER, FILE_HEADER, Custody, counter_path, reads_unsigned
+from .contract import COUNTER, FILE_HEADER, Custody, open_counters, reads_unsigned
 from .records import Export, Open
 from .sites import RawStack, any_stack, format_frames, words
 
@@ -58,11 +58,14 @@ class _CounterFile:
         return COUNTER.unpack_from(self._map, at)[0]
 
     def _open(self) -> None:
-        try:
-            with open(counter_path(self.name), "rb", buffering=0) as file:
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except (OSError, ValueError):
+        file = open_counters(self.name)
+        if file is None:
             self._gone = True  # names are not used twice: it will not come back
+            return
+        try:
+            self._map = mmap.mmap(file, 0, access=mmap.ACCESS_READ)
+        finally:
+            os.close(file)
 
     def close(self) -> None:
         """Note the last value of each counter and let the mapping go."""
