@@ -1,0 +1,41 @@
+"""Attributes replaced for a while, and put back exactly as they were: a missing one is missing again.
+
+Used for everything the emulated device replaces in torch. It knows nothing of torch.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+
+class Patches:
+    """A stack of replaced attributes; `undo` (or leaving the `with`) restores them, the last replaced first."""
+
+    def __init__(self) -> None:
+        self._undone: list[tuple[object, str, bool, object]] = []
+
+    def set(self, owner: object, name: str, value: object) -> object:
+        """Let `owner.name` be `value`. Returns what it was; None where the attribute was not there."""
+        own = vars(owner)
+        was_there, before = name in own, own.get(name)
+        inherited = getattr(owner, name, None)
+        setattr(owner, name, value)
+        self._undone.append((owner, name, was_there, before))
+        return before if was_there else inherited
+
+    def undo(self) -> None:
+        """Restore everything."""
+        while self._undone:
+            owner, name, was_there, before = self._undone.pop()
+            if was_there:
+                setattr(owner, name, before)
+            else:
+                delattr(owner, name)
+
+    def __enter__(self) -> Patches:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.undo()

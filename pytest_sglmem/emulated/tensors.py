@@ -1,0 +1,337 @@
+"""What tensors and storages say of themselves, and how they move between devices.
+
+C++ takes an emulated tensor for a CPU tensor, so whatever Python asks a tensor or a storage about its device is answered
+here, at class level: it holds in every thread, hook and mode. A move between devices is a copy, and differentiable.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .memory import CPU, Memory, Owned
+from .patches import Patches
+from .threads import PerThread
+
+if TYPE_CHECKING:
+    from . import Emulation
+
+FACTORIES = (
+    *(
+        "empty",
+        "empty_permuted",
+        "empty_strided",
+        "ones",
+        "zeros",
+        "full",
+        "eye",
+        "arange",
+        "range",
+        "linspace",
+        "logspace",
+    ),
+    *("rand", "randn", "randint", "randperm", "normal", "scalar_tensor", "tril_indices", "triu_indices"),
+    *("empty_like", "ones_like", "zeros_like", "full_like", "rand_like", "randn_like", "randint_like"),
+    *("bartlett_window", "blackman_window", "hamming_window", "hann_window", "kaiser_window", "empty_quantized"),
+)
+
+
+def install(patches: Patches, emulation: Emulation) -> None:
+    """Let tensors and storages answer for the emulated device until `patches` are undone."""
+    moves = Moves(emulation)
+    _install_tensor(patches, emulation, moves)
+    _install_storage(patches, emulation, moves)
+    _install_factories(patches, emulation, moves)
+
+
+class Moves:
+    """Transfers between devices."""
+
+    def __init__(self, emulation: Emulation) -> None:
+        self._memory: Memory = emulation.memory
+        self._emulation = emulation
+        self._thread: PerThread = emulation.thread
+        self._to = torch.Tensor.to
+
+    def index(self, device: Any) -> int | None:
+        """The index of an emulated device, CPU for the CPU; None for any other device. Raises for one that is absent."""
+        if isinstance(device, str):
+            device = torch.device(device)
+        if isinstance(device, int):
+            device = torch.device("cuda", device)
+        if device.type == "cuda":
+            return self._emulation.index(device)
+        return CPU if device.type == "cpu" else None
+
+    def to(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """`Tensor.to` in all its spellings."""
+        device, dtype, rest = spelled(args, kwargs)
+        if isinstance(device, torch.Tensor):
+            device, dtype = device.device, device.dtype
+        target = None if device is None else self.index(device)
+        if device is not None and target is None:
+            return self._to(tensor, device, dtype or tensor.dtype, **rest)
+        owned = self._memory.find(tensor)
+        here = CPU if owned is None else owned.index
+        dtype = dtype or tensor.dtype
+        if target is None or target == here:
+            return self._to(tensor, dtype, **rest)
+        rest.pop("copy", None)
+        if tensor.requires_grad and torch.is_grad_enabled():
+            return _Moved.apply(tensor, self, target, here, dtype, rest.get("memory_format", torch.preserve_format))
+        return self.copy(tensor, target, dtype, **rest)
+
+    def copy(self, tensor: torch.Tensor, target: int, dtype: torch.dtype, **rest: Any) -> torch.Tensor:
+        """A copy on `target`."""
+        self._emulation.cover_thread()
+        thread = self._thread
+        before, thread.target = thread.target, target
+        try:
+            return self._to(tensor, dtype, copy=True, **rest)
+        finally:
+            thread.target = before
+
+    def adopt(self, tensor: torch.Tensor, index: int) -> torch.Tensor:
+        """A tensor that nobody has seen yet belongs to `index`: no copy."""
+        self._emulation.own(tensor.untyped_storage(), index)
+        return tensor
+
+
+class _Moved(torch.autograd.Function):
+    """A move whose gradient moves back."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(tensor: Any, moves: Moves, target: int, here: int, dtype: Any, memory_format: Any) -> Any:
+        return moves.copy(tensor, target, dtype, memory_format=memory_format)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        tensor, ctx.moves, _, ctx.here, _, _ = inputs
+        ctx.dtype = tensor.dtype
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        where = torch.device("cpu") if ctx.here == CPU else torch.device("cuda", ctx.here)
+        return ctx.moves.to(grad, where, ctx.dtype), None, None, None, None, None
+
+
+def spelled(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
+    """`Tensor.to`'s arguments as (device or other tensor, dtype, the rest)."""
+    device, dtype = kwargs.get("device"), kwargs.get("dtype")
+    rest = {name: value for name, value in kwargs.items() if name not in ("device", "dtype", "other")}
+    device = kwargs.get("other", device)
+    flags = []
+    for value in args:
+        if isinstance(value, torch.dtype):
+            dtype = value
+        elif isinstance(value, bool):
+            flags.append(value)
+        elif isinstance(value, (torch.device, str, int, torch.Tensor)):
+            device = value
+        elif value is not None:
+            raise TypeError(f"to() received an invalid argument: {value!r}")
+    for name, flag in zip(("non_blocking", "copy"), flags, strict=False):
+        rest[name] = flag
+    return device, dtype, rest
+
+
+# -- tensors -----------------------------------------------------------------------------------------------------------
+
+
+def _install_tensor(patches: Patches, emulation: Emulation, moves: Moves) -> None:
+    cls, where = torch.Tensor, emulation.memory.where
+    find = emulation.memory.find
+    real_device = cls.device.__get__  # type: ignore[attr-defined]
+    real_is_cuda = cls.is_cuda.__get__  # type: ignore[attr-defined]
+    real_is_cpu = cls.is_cpu.__get__  # type: ignore[attr-defined]
+    real_numpy, real_pointer, real_cpu, real_cuda = cls.numpy, cls.data_ptr, cls.cpu, cls.cuda
+    real_type = cls.type
+    storage_of = torch._C.TensorBase.untyped_storage  # type: ignore[attr-defined]
+
+    def owned_by(tensor: torch.Tensor) -> Owned | None:
+        try:
+            return where.get(storage_of(tensor)._cdata)
+        except (NotImplementedError, RuntimeError):
+            return find(tensor)
+
+    def device(self: torch.Tensor) -> torch.device:
+        owned = owned_by(self)
+        return real_device(self) if owned is None else owned.device
+
+    def is_cuda(self: torch.Tensor) -> bool:
+        return real_is_cuda(self) if owned_by(self) is None else True
+
+    def is_cpu(self: torch.Tensor) -> bool:
+        return real_is_cpu(self) if owned_by(self) is None else False
+
+    def get_device(self: torch.Tensor) -> int:
+        owned = owned_by(self)
+        if owned is not None:
+            return owned.index
+        return -1 if real_is_cpu(self) else int(real_device(self).index)
+
+    def cuda(self: torch.Tensor, device: Any = None, non_blocking: bool = False, memory_format: Any = None) -> Any:
+        format_ = torch.preserve_format if memory_format is None else memory_format
+        return moves.to(self, "cuda" if device is None else device, memory_format=format_)
+
+    def cpu(self: torch.Tensor, memory_format: Any = None) -> Any:
+        if owned_by(self) is None:
+            return real_cpu(self) if memory_format is None else real_cpu(self, memory_format=memory_format)
+        return moves.to(self, "cpu", memory_format=memory_format or torch.preserve_format)
+
+    def numpy(self: torch.Tensor, *, force: bool = False) -> Any:
+        if owned_by(self) is None:
+            return real_numpy(self, force=force)
+        if force:
+            return real_numpy(self.detach().cpu().resolve_conj().resolve_neg())
+        raise TypeError(
+            f"can't convert {self.device} device type tensor to numpy. "
+            "Use Tensor.cpu() to copy the tensor to host memory first."
+        )
+
+    def data_ptr(self: torch.Tensor) -> int:
+        owned = owned_by(self)
+        address = real_pointer(self)
+        if owned is None or not address:
+            return address
+        return address - storage_pointer(storage_of(self)) + _address(owned)
+
+    def type_(self: torch.Tensor, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
+        if owned_by(self) is not None and dtype is None:
+            return real_type(self).replace("torch.", "torch.cuda.", 1)
+        if (isinstance(dtype, str) and dtype.startswith("torch.cuda.")) or "torch.cuda." in str(dtype):
+            raise NotImplementedError(f"Tensor.type({dtype!r}) is not emulated: use Tensor.to")
+        return real_type(self, dtype, non_blocking, **kwargs)
+
+    storage_pointer = torch._C.StorageBase.data_ptr
+    for name, getter in (("device", device), ("is_cuda", is_cuda), ("is_cpu", is_cpu)):
+        patches.set(cls, name, property(getter))
+    for function in (get_device, cuda, cpu, numpy, data_ptr):
+        patches.set(cls, function.__name__, _named(function, getattr(cls, function.__name__)))
+    patches.set(cls, "type", _named(type_, real_type))
+    patches.set(cls, "to", _named(lambda self, *args, **kwargs: moves.to(self, *args, **kwargs), cls.to))
+    patches.set(
+        cls, "record_stream", _named(lambda self, stream: emulation.record_stream(self, stream), cls.record_stream)
+    )
+    patches.set(torch, "get_device", lambda tensor: tensor.get_device())
+    del real_cuda
+
+
+def _address(owned: Owned) -> int:
+    if owned.foreign is not None:
+        return owned.foreign.address
+    return owned.block.address if owned.block is not None else 0
+
+
+def _named(function: Callable[..., Any], like: Any) -> Callable[..., Any]:
+    for name in ("__name__", "__qualname__", "__doc__"):
+        value = getattr(like, name, None)
+        if value is not None:
+            setattr(function, name, value)
+    return function
+
+
+# -- storages ----------------------------------------------------------------------------------------------------------
+
+
+def _install_storage(patches: Patches, emulation: Emulation, moves: Moves) -> None:
+    cls, where = torch.UntypedStorage, emulation.memory.where
+    real_device = cls.device.__get__  # type: ignore[attr-defined]
+    real_pointer, real_resize = cls.data_ptr, cls.resize_
+    real_new = cls.__new__
+
+    def device(self: torch.UntypedStorage) -> torch.device:
+        owned = where.get(self._cdata)
+        return real_device(self) if owned is None else owned.device
+
+    def data_ptr(self: torch.UntypedStorage) -> int:
+        owned = where.get(self._cdata)
+        return real_pointer(self) if owned is None else _address(owned)
+
+    def resize_(self: torch.UntypedStorage, size: int) -> Any:
+        answer = real_resize(self, size)
+        owned = where.get(self._cdata)
+        if owned is not None:
+            emulation.memory.resized(self, owned, emulation.stream_number(owned.index))
+        return answer
+
+    def get_device(self: torch.UntypedStorage) -> int:
+        owned = where.get(self._cdata)
+        return -1 if owned is None else owned.index
+
+    def new(kind: Any, *args: Any, device: Any = None, **kwargs: Any) -> Any:
+        index = None if device is None else moves.index(device)
+        if index is None or index == CPU:
+            return real_new(kind, *args, **kwargs) if device is None else real_new(kind, *args, device=device, **kwargs)
+        storage = real_new(kind, *args, **kwargs)
+        emulation.own(storage, index)
+        return storage
+
+    patches.set(cls, "device", property(device))
+    for function in (data_ptr, resize_, get_device):
+        patches.set(cls, function.__name__, _named(function, getattr(cls, function.__name__)))
+    patches.set(cls, "__new__", new)
+
+
+# -- factories ---------------------------------------------------------------------------------------------------------
+
+
+def _install_factories(patches: Patches, emulation: Emulation, moves: Moves) -> None:
+    for name in FACTORIES:
+        if hasattr(torch, name):
+            patches.set(torch, name, _factory(getattr(torch, name), emulation))
+    for name in ("tensor", "as_tensor", "asarray"):
+        patches.set(torch, name, _from_data(getattr(torch, name), moves, copies=name == "tensor"))
+
+
+def _factory(real: Callable[..., Any], emulation: Emulation) -> Callable[..., Any]:
+    """`real`, for which an int is an emulated device."""
+
+    @functools.wraps(real)
+    def factory(*args: Any, **kwargs: Any) -> Any:
+        device = kwargs.get("device")
+        if device is not None:
+            if type(device) is int:
+                kwargs["device"] = torch.device("cuda", device)
+            emulation.cover_thread()
+        return real(*args, **kwargs)
+
+    return factory
+
+
+def _from_data(real: Callable[..., Any], moves: Moves, copies: bool) -> Callable[..., Any]:
+    """`torch.tensor` and the like: made on the CPU; what is new there is handed to the device without another copy."""
+
+    @functools.wraps(real)
+    def from_data(data: Any, *args: Any, **kwargs: Any) -> Any:
+        device = kwargs.pop("device", None)
+        if args:  # as_tensor(data, dtype, device)
+            kwargs["dtype"] = args[0]
+            device = args[1] if len(args) > 1 else device
+        if device is None:
+            device = data.device if isinstance(data, torch.Tensor) else torch.get_default_device()
+        index = moves.index(device)
+        if index is None:
+            return real(data, device=device, **kwargs)
+        if isinstance(data, torch.Tensor):
+            return _from_tensor(real, moves, data, index, copies, kwargs)
+        made = real(data, device="cpu", **kwargs)
+        if index == CPU:
+            return made
+        wants = made.requires_grad
+        made = moves.copy(made.detach(), index, made.dtype) if not copies else moves.adopt(made, index)
+        return made.requires_grad_(wants)
+
+    return from_data
+
+
+def _from_tensor(real: Any, moves: Moves, data: torch.Tensor, index: int, copies: bool, kwargs: dict[str, Any]) -> Any:
+    dtype = kwargs.get("dtype") or data.dtype
+    if not copies and not kwargs.get("copy"):
+        return moves.to(data, torch.device("cpu") if index == CPU else torch.device("cuda", index), dtype)
+    return moves.copy(data.detach(), index, dtype).requires_grad_(kwargs.get("requires_grad") or False)
