@@ -12,18 +12,26 @@ of every stretch, so no peak is lost.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from xml.etree import ElementTree
 
-import pygal
-
 from . import words
 from .document import LiveBytes
+
+# pygal leaves an import hook of the old kind in `sys.meta_path` (for map plug-ins, unused here). From then on Python
+# 3.10 and 3.11 warn at modules they look for; a session under `-W error` fails at its next import. So it goes again.
+_FINDERS = tuple(sys.meta_path)
+import pygal  # noqa: E402
+import pygal.style  # noqa: E402
+
+sys.meta_path[:] = [finder for finder in sys.meta_path if finder in _FINDERS]
 
 COLOURS = 8
 POINTS = 480  # a drawing is some 500 units wide: more points a line cannot be seen
 HEIGHT = 260
+LETTERS = 18  # room is kept for letters of this size, which report.css takes on a phone
 _LEFT_OUT = ("defs", "script", "style", "title")
 _LEFT_OUT_CLASSES = frozenset({"background", "titles", "text-overlay", "tooltip-overlay"})
 _CLASSES = ("axis", "x", "y", "guide", "line", "dot")
@@ -127,6 +135,22 @@ def scale(low: int, high: int, most: int = 5) -> list[int]:
     return [apart * mark for mark in range(first, max(first + (4 if apart == 128 else 1), -(-high // apart)) + 1)]
 
 
+def mark_names(marks: Sequence[int]) -> list[str]:
+    """Text for marks of `scale`, so that no two look alike.
+
+    "0 B", "64 MiB" where the sizes are short; else the first and what the others add to it: "97 GiB", "+512 KiB".
+    """
+    exact = [words.size(mark) for mark in marks]
+    if all(_bytes_of(name) == mark for name, mark in zip(exact, marks, strict=True)):
+        return exact
+    return [exact[0], *(f"+{words.size(mark - marks[0])}" for mark in marks[1:])]
+
+
+def _bytes_of(name: str) -> float:
+    number, unit = name.split()
+    return float(number) * 1024 ** ("B", "KiB", "MiB", "GiB", "TiB").index(unit)
+
+
 def _chart(
     values: Sequence[int], guides: Sequence[tuple[float, str]], across: tuple[float, float], width: int
 ) -> pygal.XY:
@@ -143,12 +167,11 @@ def _chart(
         dots_size=3,
         margin=8,
         margin_top=14,
-        margin_left=30,  # room for the larger letters of a phone
+        style=pygal.style.Style(label_font_size=LETTERS),
         margin_right=18,
-        y_labels=marks,
+        y_labels=[{"value": mark, "label": label} for mark, label in zip(marks, mark_names(marks), strict=True)],
         range=(marks[0], marks[-1]),
         xrange=(across[0], max(across[1], across[0] + 1)),
-        value_formatter=words.size,
     )
     chart.x_labels = [{"value": place, "label": label} for place, label in guides]
     return chart
