@@ -62,7 +62,10 @@ class Meeting:
         self.rank, self.size = 0, 1
         if dist.is_available() and dist.is_initialized():
             members = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
-            self._group = dist.new_group(members, backend="gloo", use_local_synchronization=True)
+            # A group made by its members alone is named after them, and a second one of that name would find the first
+            # one's addresses in the store; one made by all is numbered.
+            self._numbered = len(members) == dist.get_world_size()
+            self._group = dist.new_group(members, backend="gloo", use_local_synchronization=not self._numbered)
             self.rank, self.size = self._group.rank(), self._group.size()
         self._flag = torch.zeros(1, dtype=torch.int64, device="cpu")
 
@@ -91,7 +94,8 @@ class Meeting:
 
     def close(self) -> None:
         """Leave the group. Collective only in so far as nobody may still be waiting in it."""
-        if self._group is not None and dist.is_initialized():
+        # One that is named after its members stays, so that the next one of these members gets another name.
+        if self._group is not None and self._numbered and dist.is_initialized():
             dist.destroy_process_group(self._group)
         self._group = None
 
