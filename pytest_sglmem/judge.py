@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from fractions import Fraction
 from itertools import pairwise
@@ -132,12 +132,13 @@ def leaking_stacks(rank_trace: RankTrace, warmup: int) -> tuple[Stack, ...]:
 @dataclass(slots=True)
 class _Group:
     """`bytes`, `blocks`: at the end of each judged cycle. `survivors`: bytes of the last census by the judged cycle of
-    their birth. `turned_over`: a block that had outlived a cycle's end after its birth's died later. None: not known.
+    their birth, and `early` those born in the warm-up. `turned_over`: a block that had outlived a cycle's end after its birth's died later. None: not known.
     """
 
     bytes: list[int]
     blocks: list[int] | None = None
     survivors: list[int] | None = None
+    early: list[int] = field(default_factory=list)
     turned_over: bool = False
 
 
@@ -216,6 +217,7 @@ def _group(cycles: Sequence[Sequence[LiveBlocks]], warmup: int) -> _Group:
         [sum(born.values()) for born in births],
         [sum(entry.blocks for entry in entries) for entries in cycles],
         [last.get(warmup + index, 0) for index in range(len(cycles))],
+        [last.get(index, 0) for index in range(warmup)],
         turned_over,
     )
 
@@ -238,7 +240,8 @@ def _total(rank: RankTrace, warmup: int, ignored: Iterable[_Group], groups: dict
         return _Group(size, blocks)
     kept = [g for g in groups.values() if not any(g is other for other in ignored)]
     survivors = [sum(group.survivors[i] for group in kept if group.survivors) for i in range(len(ends))]
-    return _Group(size, blocks, survivors, any(group.turned_over for group in kept))
+    early = [sum(group.early[i] for group in kept) for i in range(warmup)]
+    return _Group(size, blocks, survivors, early, any(group.turned_over for group in kept))
 
 
 def _growth(group: _Group) -> tuple[Fraction, Fraction] | None:
@@ -263,18 +266,24 @@ def _grows(group: _Group, lag: int) -> bool:
     steps = _lagged(group.bytes, lag)
     if not steps or min(steps) <= 0:
         return False
-    if lag > 1 and len(set(steps)) > 1:
+    if lag > 1 and (len(set(steps)) > 1 or (lag > 3 and sum(step > 0 for step in _lagged(group.bytes, 1)) < 3)):
         return False
     if group.blocks is None:
         return True
     added = _lagged(group.blocks, lag)
     if min(added) > 0 and (lag == 1 or len(set(added)) == 1):
-        return group.survivors is None or _kept_from_all(group.survivors, lag)
+        return group.survivors is None or (_kept_from_all(group.survivors, lag) and _began_alike(group, lag))
     return not any(added) and _replaced_by_larger(group, steps)
 
 
 def _kept_from_all(survivors: Sequence[int], lag: int) -> bool:
     return all(any(survivors[at : at + lag]) for at in range(len(survivors) - lag + 1))
+
+
+def _began_alike(group: _Group, lag: int) -> bool:
+    """Whether the warm-up left no more behind than the cycle `lag` later did: a cache fills fastest when it is empty."""
+    kept = [*group.early, *(group.survivors or ())]
+    return lag == 1 or all(kept[at] <= kept[at + lag] for at in range(len(group.early)))
 
 
 def _replaced_by_larger(group: _Group, steps: Sequence[int]) -> bool:
