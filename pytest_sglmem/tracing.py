@@ -304,6 +304,7 @@ class _Run:
         exports, opens = self._ledger.reading() if self._ledger is not None else ((), ())
         stacks = leaking_stacks(self._record(), warmup)
         if stacks and artifacts is not None:
+            Path(artifacts).mkdir(parents=True, exist_ok=True)
             save_snapshot(Path(artifacts) / f"snapshot-rank{self._rank}.pickle")
         return RankTrace(
             self._rank,
