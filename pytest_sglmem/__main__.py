@@ -65,7 +65,9 @@ def _judge(asked: argparse.Namespace) -> int:
 
 def _show(asked: argparse.Namespace) -> int:
     document = report.load(asked.report)
-    if asked.html:
+    if asked.html is not None:
+        if not asked.html.endswith(".html"):
+            raise ValueError(f"--html names a page, something.html (got {asked.html!r})")
         report.write(document, asked.html)
         return 0
     width = shutil.get_terminal_size().columns

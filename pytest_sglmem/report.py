@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
@@ -40,6 +41,7 @@ __all__ = [
 
 SCHEMA = 1
 ENDINGS = (".json", ".html")
+_NUMBERS = re.compile(r"\[\n[-+.\deE,\s]+\]")  # a list of numbers over several lines: no JSON string holds a newline
 _OUTCOMES = ("passed", "skipped", "failed")
 _OPTIONAL_LIVE_BYTES: dict[str, object] = {
     "geometries": (),
@@ -149,7 +151,7 @@ def write(document: Document, path: str | Path) -> None:
 
         text = html.page(document)
     else:
-        text = json.dumps(document, indent=1) + "\n"
+        text = _NUMBERS.sub(lambda found: " ".join(found[0].split()), json.dumps(document, indent=1)) + "\n"
     _replace(Path(path), text)
 
 

@@ -119,6 +119,13 @@ class TestFiles:
         assert report.load(tmp_path / "deep" / "er" / "r.json") == document
         assert os.listdir(tmp_path / "deep" / "er") == ["r.json"]
 
+    def test_numbers_of_a_series_share_a_line(self, tmp_path):
+        one = sessions.entry("t.py::a[\\n[1,\n 2]]", sessions.verdict(size=2, steps=3, cycles=1), size=2)
+        report.write(sessions.document(one), tmp_path / "r.json")
+        text = (tmp_path / "r.json").read_text()
+        assert f"[ {', '.join(map(str, one['live_bytes'][0]['series'][0]))} ]" in text
+        assert report.load(tmp_path / "r.json")["tests"][0] == one
+
     def test_another_ending_is_refused(self, tmp_path):
         with pytest.raises(ValueError, match=r"\.json or \.html.*r\.xml"):
             report.write(sessions.document(), tmp_path / "r.xml")
