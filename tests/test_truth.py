@@ -1,0 +1,154 @@
+import gzip
+import json
+import multiprocessing
+from pathlib import Path
+
+import pytest
+from truth import record
+from truth.schedules import Contract, Schedule, generate, play
+
+from pytest_sglmem import emulated_cuda
+from pytest_sglmem.contract import reads_unsigned
+
+TRUTH = Path(__file__).parents[1] / "fixtures" / "truth"
+TABLE = json.loads((TRUTH / "table.json").read_text())["rows"]
+RECORDINGS = sorted(TRUTH.glob("*.json.gz"))
+MIB = 1 << 20
+# A step of a replay in processes moves megabytes: a sample of a recording does, beside all of it on the contract.
+SAMPLE = 100
+
+
+def load(path):
+    return json.loads(gzip.decompress(path.read_bytes()))
+
+
+@pytest.fixture(scope="module")
+def processes():
+    """Real processes on the emulated device: seven consumers, two devices."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["torch"])
+    with emulated_cuda(devices=2):
+        stage = record.Processes("emulated", 2, consumers=7)
+        yield stage
+        stage.close_all()
+
+
+@pytest.fixture
+def stage(processes):
+    """The processes, for schedules of one device (a test may set `devices`), with every block back afterwards."""
+    processes.devices = 1
+    yield processes
+    processes.reset()
+
+
+def check_row(row, stage):
+    for step, (live, counters) in enumerate(play(Schedule(row["consumers"], 1, row["steps"]), stage)):
+        if str(step) in row["live_mib"]:
+            assert live == [row["live_mib"][str(step)] * MIB], f"live bytes after step {step} {row['steps'][step]}"
+        if str(step) in row["counters"]:
+            assert counters == row["counters"][str(step)], f"counters after step {step} {row['steps'][step]}"
+
+
+rows = pytest.mark.parametrize("row", TABLE, ids=[row["name"] for row in TABLE])
+recordings = pytest.mark.parametrize("path", RECORDINGS, ids=[path.name for path in RECORDINGS])
+
+
+@rows
+def test_the_measured_table_on_the_contract(row):
+    check_row(row, Contract(row["consumers"]))
+
+
+@rows
+def test_the_measured_table_on_the_emulated_device(row, stage):
+    check_row(row, stage)
+
+
+@recordings
+def test_a_recording_is_large_enough_and_says_where_it_comes_from(path):
+    recording = load(path)
+    assert len(recording["schedules"]) >= 2000
+    assert sum(len(one["steps"]) for one in recording["schedules"]) >= 10_000
+    assert all(recording[key] for key in ("device", "driver", "torch", "cuda", "python", "date"))
+    assert path.stat().st_size < 2 * MIB
+
+
+@recordings
+def test_the_contract_agrees_with_every_step_of_a_recording(path):
+    assert record.disagreements(load(path)) == []
+
+
+@recordings
+def test_the_emulated_device_agrees_with_a_recording(path, stage):
+    recording = load(path)
+    if recording["unsigned"] != reads_unsigned():
+        pytest.skip("the torch at hand reads the counter with the other sign than the recording's")
+    stage.devices = recording["devices"]
+    wrong = []
+    for number, played in enumerate(recording["schedules"][:SAMPLE]):
+        schedule = Schedule(played["consumers"], recording["devices"], played["steps"])
+        wrong += record.differing(number, schedule.steps, play(schedule, stage), played)
+        stage.reset()
+    assert wrong == []
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_the_contract_agrees_with_the_emulated_device(devices, stage):
+    stage.devices = devices
+    schedules = [generate(seed, devices=devices, kills=seed == 0) for seed in range(30)]
+    played = record.record(stage, schedules, seconds=60)
+    assert len(played) == len(schedules)
+    assert sum(schedule.kills for schedule in schedules) >= 1
+    recording = {"devices": devices, "unsigned": reads_unsigned(), "schedules": played}
+    assert record.disagreements(recording) == []
+
+
+def test_the_emulated_device_reads_the_counter_as_its_torch_does(stage):
+    assert stage.frees_below_zero() is not reads_unsigned()
+
+
+# What follows breaks the truth on purpose: a replay that could not fail would show nothing.
+
+
+def made_up(unsigned=True, **changes):
+    """A recording that the contract itself made, with `changes` to one schedule."""
+    schedule = Schedule(2, 1, [["a", 512, 0], ["x", 0], ["o", 0, 0], ["o", 0, 1], ["c", 0], ["c", 1], ["d", 0], ["i"]])
+    readings = list(play(schedule, Contract(2, unsigned=True)))
+    played = {
+        "consumers": 2,
+        "steps": schedule.steps,
+        "live": [live for live, _ in readings],
+        "counters": [counters for _, counters in readings],
+    }
+    return {"devices": 1, "unsigned": unsigned, "schedules": [played | changes]}
+
+
+def test_a_made_up_recording_agrees():
+    assert record.disagreements(made_up()) == []
+
+
+def test_a_wrong_counter_is_a_disagreement():
+    counters = made_up()["schedules"][0]["counters"]
+    counters[5] = [0]
+    assert record.disagreements(made_up(counters=counters)) == [
+        "schedule 0, step 5 ['c', 1]: ([512], [-1]) here, ([512], [0]) recorded"
+    ]
+
+
+def test_a_wrong_byte_is_a_disagreement():
+    live = made_up()["schedules"][0]["live"]
+    live[6] = [0]
+    assert len(record.disagreements(made_up(live=live))) == 1
+
+
+def test_the_other_sign_is_a_disagreement():
+    (wrong,) = record.disagreements(made_up(unsigned=False))
+    assert wrong.startswith("schedule 0, step 6 ['d', 0]: ([0], ")
+
+
+def test_an_unknown_step_is_an_error():
+    with pytest.raises(ValueError, match=r"no step begins with 'z': \['z', 1\]"):
+        list(play(Schedule(1, 1, [["z", 1]]), Contract(1)))
+
+
+def test_schedules_are_the_same_for_the_same_seed():
+    assert generate(7, kills=True) == generate(7, kills=True)
+    assert generate(7) != generate(8)
