@@ -20,8 +20,8 @@ import torch
 import torch.multiprocessing
 from torch.utils._device import _device_constructors as device_constructors
 
-from . import driver, sharing, streams, tensors
-from .dispatch import Accounting
+from . import collectives, driver, sharing, streams, tensors
+from .dispatch import Accounting, Plan
 from .memory import Memory
 from .patches import Patches
 from .threads import PerThread
@@ -41,7 +41,9 @@ class Emulation:
         self.sharing = sharing.Sharing(self.memory)
         self.generators = tuple(torch.Generator() for _ in range(devices))
         self.stream_types = streams.stream_types(self)
+        self.collectives = collectives.Collectives(self)
         self._modes: list[Accounting] = []
+        self._plans: dict[Any, Plan] = {}
         self.open = True
 
     def index(self, device: torch.device) -> int:
@@ -81,7 +83,7 @@ class Emulation:
         """See the operators of the calling thread from now on."""
         thread = self.thread
         if thread.mode is None and self.open:
-            thread.mode = Accounting(self.memory, thread, self.generators)
+            thread.mode = Accounting(self, self._plans)
             self._modes.append(thread.mode)
             thread.mode.__enter__()
 
@@ -140,6 +142,7 @@ def _install(patches: Patches, emulation: Emulation) -> None:
     driver.install(patches, emulation)
     tensors.install(patches, emulation)
     sharing.install(patches, emulation)
+    collectives.install(patches, emulation)
     _install_threads(patches, emulation)
 
 

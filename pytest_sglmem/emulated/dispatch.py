@@ -12,15 +12,18 @@ same call mixes it with. What an operator allocates and frees within itself is n
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .memory import CPU, Memory, sparse_parts
 from .threads import PerThread
+
+if TYPE_CHECKING:
+    from . import Emulation
 
 Call = tuple[int, int]
 
@@ -40,18 +43,18 @@ RESIZING = frozenset({"resize_", "resize_as_", "set_", "set_data", "_resize_outp
 class Plan:
     """What is known of an operator beforehand."""
 
-    __slots__ = ("alias", "elementwise", "generator", "inplace", "mixing", "name", "overload", "resizes", "transfer")
+    __slots__ = ("alias", "collective", "elementwise", "generator", "inplace", "mixing", "name", "resizes")
 
     def __init__(self, func: Any) -> None:
         schema = func._schema
         self.name = schema.name
-        base = schema.name.partition("::")[2]
+        library, _, base = schema.name.partition("::")
+        self.collective = base if library == "c10d" else None
         returns, arguments = schema.returns, schema.arguments
         writes = [a for a in arguments if a.alias_info is not None and a.alias_info.is_write]
         self.alias = bool(returns) and not writes and all(r.alias_info is not None for r in returns)
         self.inplace = bool(writes)
         self.mixing = base in MIXING
-        self.transfer = base in ("_to_copy", "_copy_from", "copy_")
         self.resizes = base in RESIZING or any(a.kwarg_only for a in writes)
         self.elementwise = base.startswith("_foreach_")
         self.generator = any(a.name == "generator" for a in arguments)
@@ -60,14 +63,14 @@ class Plan:
 class Accounting(TorchDispatchMode):
     """The mode that places and counts. One instance a thread; silent once the emulation it belongs to has ended."""
 
-    def __init__(self, memory: Memory, thread: PerThread, generators: Sequence[torch.Generator]) -> None:
+    def __init__(self, emulation: Emulation, plans: dict[Any, Plan]) -> None:
         super().__init__()
-        self._memory = memory
-        self._thread = thread
-        self._where = memory.where
-        self._plans: dict[Any, Plan] = {}
+        self._emulation = emulation
+        self._memory: Memory = emulation.memory
+        self._thread: PerThread = emulation.thread
+        self._where = emulation.memory.where
+        self._plans = plans
         self._floating: dict[int, tuple[Call, Any]] = {}
-        self._generators = generators
         self.open = True
 
     @classmethod
@@ -83,6 +86,8 @@ class Accounting(TorchDispatchMode):
             plan = self._plans[func] = Plan(func)
         if not self.open or (plan.alias and not kwargs):
             return func(*args, **(kwargs or {}))
+        if plan.collective is not None:
+            return self._emulation.collectives.run(plan.collective, func, args, kwargs or {})
         return self._run(plan, func, args, kwargs or {})
 
     def _run(self, plan: Plan, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -91,7 +96,7 @@ class Accounting(TorchDispatchMode):
         if "device" in kwargs:
             device = kwargs["device"]
             if device is not None and device.type == "cuda":
-                asked = self._index(device)
+                asked = self._emulation.index(device)
                 kwargs = {**kwargs, "device": _CPU_DEVICE}
             elif device is not None and device.type != "cpu":
                 return func(*args, **kwargs)
@@ -186,7 +191,7 @@ class Accounting(TorchDispatchMode):
     def _with_generator(self, kwargs: dict[str, Any], index: int) -> dict[str, Any]:
         given = kwargs.get("generator")
         if given is None:
-            return {**kwargs, "generator": self._generators[index]}
+            return {**kwargs, "generator": self._emulation.generators[index]}
         return kwargs
 
     # -- what composite operators make -----------------------------------------------------------------------------

@@ -1,0 +1,192 @@
+"""torch.distributed on emulated tensors: the nccl backend served by gloo, and tensors that gloo's threads never own.
+
+A group made with "nccl" is a gloo group that says "nccl" when asked, and takes emulated tensors only, as NCCL does.
+gloo finishes an operation in a thread of its own, which may hold its tensors a moment longer than the call: so that no
+byte comes back late, it is given tensors over the same memory that own nothing, and the originals are held until the
+operation is done. Buffers of NCCL itself are not there; `ProcessGroupNCCL.Options` are taken and not looked at.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .patches import Patches
+
+if TYPE_CHECKING:
+    from . import Emulation
+
+NCCL = "nccl"
+NCCL_VERSION = (2 << 32) | (27 << 16)  # as NCCL packs 2.27.0, for code that asks whether it is new enough
+NOT_ALIASED = ("send", "recv_", "recv_any_source_", "barrier", "monitored_barrier_")
+
+
+class Collectives:
+    """The collectives of one process: what is under way, and which groups were made with nccl."""
+
+    def __init__(self, emulation: Emulation) -> None:
+        self._memory = emulation.memory
+        self._under_way: list[tuple[Any, list[torch.Tensor]]] = []
+        self.nccl: set[str] = set()
+
+    def run(self, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """One operator of torch's `c10d` library; `name` without its namespace."""
+        if self.nccl:
+            self._refuse_cpu(name, args)
+        if name in NOT_ALIASED:
+            return func(*args, **kwargs)
+        self.sweep()
+        held: list[torch.Tensor] = []
+        answer = func(*[self._alias(value, held) for value in args], **kwargs)
+        if held:
+            self._hold(answer, held)
+        return answer
+
+    def sweep(self) -> None:
+        """Let go of the tensors of what is done."""
+        if self._under_way:
+            self._under_way = [(work, held) for work, held in self._under_way if not work.is_completed()]
+
+    def _hold(self, answer: Any, held: list[torch.Tensor]) -> None:
+        work = torch.distributed.Work.unbox(answer[-1] if isinstance(answer, tuple) else answer)
+        if not work.is_completed():
+            self._under_way.append((work, held))
+
+    def _alias(self, value: Any, held: list[torch.Tensor]) -> Any:
+        if isinstance(value, torch.Tensor):
+            if self._memory.find(value) is None or not value.numel() or value.layout is not torch.strided:
+                return value
+            held.append(value)
+            return without_owning(value)
+        if isinstance(value, (list, tuple)):
+            return [self._alias(one, held) for one in value]
+        return value
+
+    def _refuse_cpu(self, name: str, args: Any) -> None:
+        if name.endswith("barrier") or name.endswith("barrier_"):
+            return
+        group = next((value for value in args if isinstance(value, torch.ScriptObject) and _is_group(value)), None)
+        if group is None or torch.distributed.ProcessGroup.unbox(group).group_name not in self.nccl:
+            return
+        if any(self._memory.find(tensor) is None for tensor in _tensors(args)):
+            raise RuntimeError("No backend type associated with device type cpu")
+
+
+def _is_group(value: Any) -> bool:
+    return str(value._type()).endswith("ProcessGroup")
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    if isinstance(values, torch.Tensor):
+        return [values]
+    return [tensor for value in values for tensor in _tensors(value)] if isinstance(values, (list, tuple)) else []
+
+
+def without_owning(tensor: torch.Tensor) -> torch.Tensor:
+    """A CPU tensor over the same memory, which does not keep it alive."""
+    storage = tensor.untyped_storage()
+    memory = (ctypes.c_char * storage.nbytes()).from_address(torch._C.StorageBase.data_ptr(storage))  # type: ignore
+    flat = torch.frombuffer(memory, dtype=torch.uint8)
+    bare = torch.empty(0, dtype=tensor.dtype)
+    return bare.set_(flat.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
+def install(patches: Patches, emulation: Emulation) -> None:
+    """Let process groups be asked for with nccl until `patches` are undone."""
+    if not torch.distributed.is_available():
+        return
+    c10d = torch.distributed.distributed_c10d
+    nccl = emulation.collectives.nccl
+
+    def replace(name: str, make: Callable[[Any], Any]) -> None:
+        real = getattr(c10d, name)
+        fake = functools.wraps(real)(make(real))
+        for module in [m for key, m in sys.modules.items() if key.startswith("torch.distributed") and m is not None]:
+            if vars(module).get(name) is real:
+                patches.set(module, name, fake)
+
+    def init_process_group(real: Any) -> Any:
+        def init(backend: Any = None, *args: Any, **kwargs: Any) -> Any:
+            kwargs.pop("device_id", None)
+            asked, served = _served(backend)
+            answer = real(served, *args, **_without_nccl_options(kwargs))
+            (nccl.add if asked == NCCL else nccl.discard)(c10d._get_default_group().group_name)
+            return answer
+
+        return init
+
+    def new_group(real: Any) -> Any:
+        def new(ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **kwargs: Any) -> Any:
+            kwargs.pop("device_id", None)
+            asked, served = _served(backend)
+            if backend is None and c10d._get_default_group().group_name in nccl:
+                asked = NCCL
+            group = real(ranks, timeout, served, *args, **_without_nccl_options(kwargs))
+            if isinstance(group, torch.distributed.ProcessGroup):
+                (nccl.add if asked == NCCL else nccl.discard)(group.group_name)
+            return group
+
+        return new
+
+    def get_backend(real: Any) -> Any:
+        def backend(group: Any = None) -> Any:
+            known = group or c10d._get_default_group()
+            return c10d.Backend(NCCL) if known.group_name in nccl else real(group)
+
+        return backend
+
+    def object_device(wrap: Callable[[str], Any]) -> Callable[[Any], Any]:
+        def make(real: Any) -> Any:
+            def device(group: Any = None) -> Any:
+                known = group or c10d._get_default_group()
+                return wrap("cuda") if getattr(known, "group_name", None) in nccl else real(group)
+
+            return device
+
+        return make
+
+    replace("init_process_group", init_process_group)
+    replace("new_group", new_group)
+    replace("get_backend", get_backend)
+    replace("is_nccl_available", lambda real: lambda: True)
+    for name, wrap in (("_get_object_coll_device", str), ("_get_pg_default_device", torch.device)):
+        if hasattr(c10d, name):
+            replace(name, object_device(wrap))
+    patches.set(torch._C, "_nccl_version", lambda: NCCL_VERSION)
+    patches.set(torch._C, "_nccl_version_suffix", lambda: b"")
+    for module in (torch.distributed, c10d):
+        patches.set(module, "ProcessGroupNCCL", ProcessGroupNCCL)
+
+
+class ProcessGroupNCCL:
+    """Stands for torch's class where code makes its options."""
+
+    class Options:
+        """Options of an NCCL group: taken, and not looked at."""
+
+        def __init__(self, is_high_priority_stream: bool = False) -> None:
+            self.is_high_priority_stream = is_high_priority_stream
+
+
+def _served(backend: Any) -> tuple[str | None, str | None]:
+    """The backend that was asked for, where it is one, and what serves it."""
+    if backend is None:
+        return None, None
+    asked = str(backend).lower()
+    if ":" not in asked:
+        return asked, "gloo" if asked == NCCL else backend
+    served = dict(pair.split(":", 1) for pair in asked.split(","))
+    if NCCL in served.values() and set(served.values()) <= {NCCL, "gloo"}:
+        return None if len(served) > 1 else NCCL, "gloo"
+    return None, backend
+
+
+def _without_nccl_options(kwargs: dict[str, Any]) -> dict[str, Any]:
+    if isinstance(kwargs.get("pg_options"), ProcessGroupNCCL.Options):
+        return {**kwargs, "pg_options": None}
+    return kwargs
