@@ -78,7 +78,7 @@ class _Search:
 
     def _look(self, holders: list[object], below: list[object]) -> None:
         hit = False
-        for item in gc.get_referents(*holders):
+        for item in _parts(*holders):
             if id(item) in self._seen:
                 continue
             if id(item) in self.new:
@@ -93,7 +93,7 @@ class _Search:
     def _count(self, holder: object) -> None:
         """Add up the new objects behind this holder that nobody before it reached."""
         child, count = None, 0
-        for item in gc.get_referents(holder):
+        for item in _parts(holder):
             if id(item) in self.new and id(item) not in self._reached:
                 child, count = item, count + self._flood(item)
         if count:
@@ -103,7 +103,7 @@ class _Search:
         before, waiting = len(self._reached), [item]
         self._reached.add(id(item))
         while waiting:
-            for part in gc.get_referents(waiting.pop()):
+            for part in _parts(waiting.pop()):
                 if id(part) in self.new and id(part) not in self._reached:
                     self._reached.add(id(part))
                     waiting.append(part)
@@ -125,7 +125,14 @@ class _Search:
 
 
 def _holds(holder: object, item: object) -> bool:
-    return any(part is item for part in gc.get_referents(holder))
+    return any(part is item for part in _parts(holder))
+
+
+def _parts(*holders: object) -> list[object]:
+    """What the holders refer to. Modules are asked for nothing: their dictionaries are roots, and what else an
+    extension module shows may be dead (CPython 3.12.0-1: `_asyncio` hands out iterators from its free list).
+    """
+    return gc.get_referents(*(item for item in holders if not isinstance(item, types.ModuleType)))
 
 
 def _modules() -> Iterator[_Root]:
