@@ -51,7 +51,8 @@ PRELOAD = (
     "pytest_sglmem.rank",
     "pytest_sglmem.emulated",
     "pytest_sglmem.tracing",
-    "pytest_sglmem.faults",
+    "pytest_sglmem.ipc",
+    "pytest_sglmem.strikes",
     "pytest_sglmem.holders",
 )
 SERVER_LIMIT = 120.0  # seconds for the server's imports: 3 s on a warm disk, a minute on a cold network one
@@ -531,8 +532,9 @@ def serve(fd: str, folder: str, path: str, *preload: str) -> None:
         except ImportError as error:
             if name == "torch":
                 raise SystemExit(f"a world needs torch: {error}") from error
-    gc.collect()
-    gc.freeze()  # ranks share these pages: a collection in a rank neither walks nor copies them
+    # Ranks share these pages: a collection in a rank neither walks nor copies them. No collection before: it would leave
+    # holes in them, which ranks then fill, a copied page for each (6 MB a rank more).
+    gc.freeze()
     _Server(socket.socket(fileno=int(fd)), Path(folder)).run()
 
 

@@ -205,10 +205,8 @@ class Rank:
                 raise RuntimeError("no CUDA device in this rank")
             torch.cuda.set_device(gpus[local % len(gpus)])
             return {"device": torch.cuda.get_device_name(), "ordinal": torch.cuda.current_device()}
-        try:
-            from .emulated import emulated_cuda
-        except ImportError:
-            return {"device": "emulated", "ordinal": local}
+        from .emulated import emulated_cuda
+
         self._stack.enter_context(emulated_cuda(devices=self.spec.size))
         torch.cuda.set_device(local)
         return {"device": "emulated", "ordinal": local}
@@ -223,8 +221,27 @@ class Rank:
             host, port = address.rsplit(":", 1)
             store = dist.PrefixStore(f"{prefix}/{name}", dist.TCPStore(host, int(port), is_master=False))
         dist.init_process_group(
-            self.spec.backend or None, store=store, rank=self.rank, world_size=self.spec.size, timeout=GROUP_LIMIT
+            self._backend(dist), store=store, rank=self.rank, world_size=self.spec.size, timeout=GROUP_LIMIT
         )
+
+    def _backend(self, dist: Any) -> str:
+        """The one asked for; else what suits: NCCL where each rank has a GPU of its own, gloo everywhere else."""
+        import torch
+
+        asked = self.spec.backend
+        cuda = self.spec.device == "cuda"
+        gpus = len(self._setting.gpus) or (torch.cuda.device_count() if cuda else 0)
+        own = cuda and (self._setting.local_size or self.spec.size) <= gpus
+        if asked is None:
+            return "cpu:gloo,cuda:nccl" if own and dist.is_nccl_available() else "gloo"
+        names = {part.rpartition(":")[2] for part in asked.split(",")}
+        for name in sorted(names):
+            served = name == "nccl" and not cuda  # the emulated device's nccl is gloo
+            if not served and not dist.is_backend_available(name):
+                pytest.skip(f"this torch has no backend {name!r}")
+        if cuda and "nccl" in names and not own:
+            pytest.skip(f"NCCL needs a GPU a rank: {self.spec.size} ranks, {gpus} GPUs")
+        return asked
 
     def _group(self) -> dict[str, object]:
         """What the process group says of itself: part of every hello, so that a smaller world cannot pass."""

@@ -30,7 +30,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, TypeVar
 
 from . import stacks
-from .launch import KILL_LIMIT, LaunchError, RankProcess, Spec, resolve_device
+from .launch import KILL_LIMIT, LaunchError, RankProcess, Spec, Unavailable, resolve_device
 from .rank import CallPickler
 from .records import Answer, IpcSummary, Progress, RaisedText, Trace
 from .words import ranks as ranks_text
@@ -479,6 +479,9 @@ class World:
 
     def _welcome(self, current: _Round) -> None:
         """Every rank is up, and its process group is as large as the world was asked to be."""
+        reasons = [text.message for text in current.raised.values() if text.outcome == "skipped"]
+        if reasons:
+            raise Unavailable(reasons[0])
         self._raise_for(current)
         hellos = [self._value(current.answers[rank]) for rank in range(self.size)]
         for rank, hello in enumerate(hellos):
