@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
 
 from .faults import Fault, parse
@@ -23,7 +23,7 @@ RESULTS = ("caught", "survived", "blind", "timeout", "error", "exempt", "not tri
 LETTERS = MappingProxyType(
     {
         "caught": ".",
-        "survived": "S",
+        "survived": "s",
         "blind": "B",
         "timeout": "T",
         "error": "E",
@@ -97,7 +97,7 @@ class Clean:
     size: int = 0
     device: str = ""
     seconds: float = 0.0
-    exempt: Mapping[str, str] = MappingProxyType({})
+    exempt: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,10 +244,10 @@ def unproven(runs: Iterable[Run]) -> list[Run]:
     return [*survived, *(run for run in runs if run.result in ("blind", "not healed"))]
 
 
-def repeat_command(run: Run, options: Sequence[str] = ()) -> str:
-    """The one line that repeats a run."""
-    fault = [] if run.fault == HEALED else ["--sglmem-inject", run.fault]
-    return shlex.join(["pytest", run.nodeid, *fault, *options])
+def repeat_command(runs: Sequence[Run], options: Sequence[str] = ()) -> str:
+    """The one line that repeats these runs, all under one fault."""
+    fault = [] if runs[0].fault == HEALED else ["--sglmem-inject", runs[0].fault]
+    return shlex.join(["pytest", *dict.fromkeys(run.nodeid for run in runs), *fault, *options])
 
 
 def table(runs: Sequence[Run], *, left_out: int = 0, options: Sequence[str] = ()) -> list[str]:
@@ -262,19 +262,24 @@ def table(runs: Sequence[Run], *, left_out: int = 0, options: Sequence[str] = ()
         assert isinstance(caught, list)
         by = f": {_short(caught[0])}" + (f" and {len(caught) - 1} more" if caught[1:] else "") if caught else ""
         lines.append(f"{fault['fault']:<{wide}}  {len(fired):>8}  {len(caught):>9}  {fault['verdict']}{by}")
-    holes = unproven(runs)
-    others = [run for run in runs if run.result in ("timeout", "error") and run.fault not in _caught(runs)]
-    for run in [*holes, *others]:
-        lines += ["", f"{run.result.upper()}: {run.fault} in {run.nodeid}: {run.why}"]
-        lines.append(f"  {repeat_command(run, options)}")
+    for group in _holes(runs):
+        first, where = group[0], ", ".join(_short(run.nodeid) for run in group)
+        lines += ["", f"{first.result.upper()}: {first.fault} in {where}: {first.why}"]
+        lines.append(f"  {repeat_command(group, options)}")
     lines += [f"exempt: {run.fault} in {run.nodeid}: {run.why}" for run in runs if run.result == "exempt"]
     if left_out:
         lines += ["", f"{left_out} runs left out (--sglmem-prove-limit); the same command goes on from here"]
     return lines
 
 
-def _caught(runs: Iterable[Run]) -> set[str]:
-    return {run.fault for run in runs if run.result == "caught"}
+def _holes(runs: Sequence[Run]) -> list[list[Run]]:
+    """What is wrong, and what proves nothing: grouped by result and fault, the gravest first."""
+    caught = {run.fault for run in runs if run.result == "caught"}
+    unclear = [run for run in runs if run.result in ("timeout", "error") and run.fault not in caught]
+    groups: dict[tuple[str, str], list[Run]] = {}
+    for run in [*unproven(runs), *unclear]:
+        groups.setdefault((run.result, run.fault), []).append(run)
+    return list(groups.values())
 
 
 def _short(nodeid: str) -> str:

@@ -184,7 +184,7 @@ class Proof:
             item.ihook.pytest_runtest_protocol(item=item, nextitem=None)
             state: Observed = item.stash[self._observed]
             text = fault.text if fault is not None else ""
-            fired = sum(state.fired.get(text, ())) + state.fired_here.get(text, 0)
+            fired = sum(state.fired.get(text, ())) + (state.fired_here.get(text, 0) if state.world is not None else 0)
             return self._failure, fired, "\n".join(state.world.outputs if state.world is not None else ())
         finally:
             self._running, self.faults = False, self._watching
@@ -296,7 +296,9 @@ def _announcement(
 
 
 def _options(settings: Settings) -> list[str]:
-    return [f"--sglmem-device={settings.device}", f"--sglmem-world={settings.world}", f"--sglmem-seed={settings.seed}"]
+    """What somebody else must say so that a run repeats: each option that is not at its default."""
+    chosen = {"device": settings.device, "world": settings.world, "seed": settings.seed}
+    return [f"--sglmem-{name}={value}" for name, value in chosen.items() if settings.origins[name] != "the default"]
 
 
 class Journal:

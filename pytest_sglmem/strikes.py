@@ -46,6 +46,7 @@ _COLLECTIVES = (
     *("gather", "gather_object", "scatter", "scatter_object_list"),
 )
 _STEP_BYTES = 1 << 20  # what step=retain keeps a step where the fault does not say
+_STEP_OBJECTS = 64  # what step=keep-live keeps a step: more than a program's caches may give back meanwhile
 
 Real = Callable[..., object]
 Call = Callable[[], object]
@@ -354,7 +355,7 @@ def _retain_step(blow: Blow, call: Call) -> object:
 
 def _keep_object(blow: Blow, call: Call) -> object:
     blow.fire()
-    blow.armed.kept.append([[]])
+    blow.armed.kept.append([[] for _ in range(_STEP_OBJECTS)])
     return call()
 
 
@@ -550,7 +551,7 @@ _AT: Mapping[str, Mapping[str, Act]] = MappingProxyType(
 
 
 def _at_step(gate: Gate, patches: Patches, stack: contextlib.ExitStack) -> None:
-    """In a rank the harness calls `before_step`. In the pytest process a step is an append, or a block that is counted."""
+    """In a rank the harness calls `before_step`. In the pytest process a step is an append, or a counted block."""
     if gate.armed.rank != PYTEST_RANK or all(strike.fault.action == "watch" for strike in gate.strikes):
         return
     from .appends import Caller
