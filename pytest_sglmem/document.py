@@ -144,10 +144,16 @@ class ProofFault(TypedDict):
 
 
 class Proof(TypedDict):
-    """What the proof runs showed. `score`: caught faults out of those that fired; None where none did."""
+    """What the proof runs showed. `score`: caught faults out of those that fired; None where none did.
+
+    `blind`: tests that pass while every step loses memory; `left_out`: runs that were not made, of `runs` that were.
+    """
 
     score: float | None
     faults: list[ProofFault]
+    blind: list[str]
+    runs: int
+    left_out: int
 
 
 class Document(TypedDict):

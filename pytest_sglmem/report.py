@@ -52,6 +52,7 @@ _OPTIONAL_LIVE_BYTES: dict[str, object] = {
 }
 _OPTIONAL_IPC: dict[str, object] = {"pairs": (), "note": ""}
 _OPTIONAL_IPC_FAULT: dict[str, object] = {"exporters": (), "stack": (), "open_sites": (), "advice": ""}
+_OPTIONAL_PROOF: dict[str, object] = {"blind": (), "runs": 0, "left_out": 0}
 _OPTIONAL_GC: dict[str, object] = {"times": 0, "windows": (), "bytes_per_append": None, "per_append": 0, "note": ""}
 
 
@@ -108,7 +109,7 @@ def session(
         "machine": dict(machine),
         "seed": seed,
         "tests": list(tests.values()),
-        "proof": None if proof is None else cast(Proof, _plain(proof)),
+        "proof": None if proof is None else cast(Proof, _plain({**_OPTIONAL_PROOF, **proof})),
     }
 
 
@@ -183,6 +184,8 @@ def load(path: str | Path) -> Document:
 
 def _complete(document: dict[str, list[dict[str, list[dict[str, object]]]]]) -> None:
     """Give the fields that the schema leaves optional their defaults, in place."""
+    if document["proof"] is not None:
+        _default(cast("dict[str, object]", document["proof"]), _OPTIONAL_PROOF)
     for test in document["tests"]:
         for check in test["live_bytes"]:
             ipc = cast("dict[str, object]", check["ipc"])

@@ -43,11 +43,11 @@ class Row:
 def terminal_lines(document: Document, width: int = 80, verbosity: int = 0) -> list[str]:
     """The lines of the summary section: a line a check, the alarming ones first and in capitals.
 
-    Verbosity below 0: nothing where all is clean, else one line that counts. 0: at most a screen for 20 tests (what
-    does not fit is counted), no line longer than `width` (at least 60). 1 and more: everything, uncut.
+    Verbosity below 0: nothing where all is clean, else one line that counts. 0: at most a screen (what does not fit is
+    counted), no line longer than `width` (at least 60). 1 and more: everything, uncut.
     """
     rows = sorted_rows(document)
-    closing = [*_slowest_of_all(document, width), *proof_lines(document["proof"], width, verbosity)]
+    closing = [*_slowest_of_all(document, width), *proof_lines(document["proof"], listed=verbosity > 0)]
     if rows:
         closing.append(counts(rows))
     if verbosity < 0:
@@ -77,7 +77,7 @@ def github_summary(document: Document) -> str:
         lines.append(f"| {' | '.join(cells)} |")
     if len(rows) > GITHUB_ROWS:
         lines += ["", f"… and {len(rows) - GITHUB_ROWS} more"]
-    lines += ["", *(f"{_cell(line.strip())}  " for line in proof_lines(document["proof"], 200, 0))]
+    lines += ["", *(f"{_cell(line.strip())}  " for line in proof_lines(document["proof"], listed=True))]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -111,20 +111,19 @@ def _fired_lines(faults: Sequence[Fired]) -> Iterator[str]:
         yield f"fault {fault['fault']} fired {f'({by_rank})' if by_rank else 'nowhere'}"
 
 
-def proof_lines(proof: Proof | None, width: int = 80, verbosity: int = 0) -> Iterator[str]:
-    """The proof's score, and what was not caught (all faults where verbosity is above 0)."""
+def proof_lines(proof: Proof | None, *, listed: bool = False) -> Iterator[str]:
+    """The proof's score in a line; `listed`: then a line for each fault, those that no test noticed first."""
     if proof is None:
         return
     caught = sum(fault["verdict"] == "caught" for fault in proof["faults"])
     score = "none fired" if proof["score"] is None else f"score {proof['score']:.0%}"
-    yield f"proof: {caught} of {len(proof['faults'])} faults caught, {score}"
-    shown = [fault for fault in proof["faults"] if fault["verdict"] != "caught" or verbosity > 0]
-    limit = len(shown) if verbosity > 0 else 4
-    for fault in sorted(shown, key=lambda fault: fault["verdict"] != "survived")[:limit]:
-        word = "SURVIVED!" if fault["verdict"] == "survived" else fault["verdict"]
-        yield shortened(f"  {word:<14} {fault['fault']}", width)
-    if len(shown) > limit:
-        yield f"  and {len(shown) - limit} more (-v shows all)"
+    blind = f", {len(proof['blind'])} BLIND!" if proof["blind"] else ""
+    left_out = f", {proof['left_out']} runs left out" if proof["left_out"] else ""
+    yield f"proof: {caught} of {len(proof['faults'])} faults caught, {score}{blind}{left_out}"
+    if listed:
+        for fault in sorted(proof["faults"], key=lambda fault: fault["verdict"] != "survived"):
+            word = "SURVIVED!" if fault["verdict"] == "survived" else fault["verdict"]
+            yield f"  {word:<14} {fault['fault']}"
 
 
 def shortened(text: str, room: int) -> str:

@@ -160,6 +160,7 @@ class TestFiles:
                 _only(check, definitions["live_bytes"]["required"])
             for growth in test["gc"]:
                 _only(growth, definitions["gc"]["required"])
+        _only(document["proof"], definitions["proof"]["required"])
         validate(document)
         (tmp_path / "r.json").write_text(json.dumps(document))
         loaded = report.load(tmp_path / "r.json")
@@ -307,14 +308,18 @@ class TestTerminal:
         text = "\n".join(report.terminal_lines(sessions.document(sessions.entry("t.py::a", made)), 80, 1))
         assert "ranks 0-3: " in text
 
-    def test_proof_shows_what_was_not_caught(self):
-        lines = report.terminal_lines(sessions.rich(), 80)
-        start = lines.index("proof: 2 of 6 faults caught, score 75%")
-        assert [line.split()[0] for line in lines[start + 1 : -1]] == ["SURVIVED!", "not", "timeout", "error"]
+    def test_proof_is_a_line_and_the_list_is_for_verbose(self):
+        said = "proof: 2 of 6 faults caught, score 75%, 1 BLIND!"
+        assert said in report.terminal_lines(sessions.rich(), 80)
+        full = report.terminal_lines(sessions.rich(), 80, 1)
+        start = full.index(said)
+        assert [line.split()[0] for line in full[start + 1 : -1]] == [
+            *("SURVIVED!", "caught", "caught", "not", "timeout", "error")
+        ]
 
     def test_proof_that_never_struck(self):
-        nothing = {"score": None, "faults": []}
-        assert list(summary.proof_lines(nothing)) == ["proof: 0 of 0 faults caught, none fired"]
+        nothing = {"score": None, "faults": [], "blind": [], "runs": 0, "left_out": 3}
+        assert list(summary.proof_lines(nothing)) == ["proof: 0 of 0 faults caught, none fired, 3 runs left out"]
         assert list(summary.proof_lines(None)) == []
 
     def test_long_name_keeps_its_end(self):
