@@ -15,7 +15,7 @@ TABLE = json.loads((TRUTH / "table.json").read_text())["rows"]
 RECORDINGS = sorted(TRUTH.glob("*.json.gz"))
 MIB = 1 << 20
 # A step of a replay in processes moves megabytes: a sample of a recording does, beside all of it on the contract.
-SAMPLE = 100
+SAMPLE = 300
 
 
 def load(path):
