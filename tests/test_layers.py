@@ -24,12 +24,12 @@ LADDER = {
     4: {"launch", "rank"},
     3: {"tracing", "judge", "reference"},
     2: {
-        *("sources", "sites", "digests", "words"),
+        *("sources", "digests", "words"),
         *("objects", "appends", "heap", "roots", "holders"),
         *("ipc", "ledger", "audit", "emulated"),
         *("faults", "strikes"),
     },
-    1: {"records", "document", "geometry", "contract", "windows"},
+    1: {"records", "document", "geometry", "contract", "windows", "sites"},
 }
 RUNG = {module: rung for rung, modules in LADDER.items() for module in modules}
 
@@ -45,10 +45,7 @@ SIDEWAYS = {
     "tracing": {"judge"},
     "objects": {"appends", "heap", "roots"},
     "appends": {"heap"},
-    "sources": {"sites"},
     "ipc": {"ledger", "audit"},
-    "ledger": {"sites"},
-    "emulated": {"sites"},
     "faults": {"strikes"},  # the one circle: what a fault is, and what carries it out once armed
     "strikes": {"faults", "appends", "emulated", "objects"},
     "document": {"records"},
