@@ -17,7 +17,7 @@ survivor. What no rule can tell from a leak in the cycles it saw: a cache that f
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from fractions import Fraction
@@ -25,11 +25,14 @@ from itertools import pairwise
 from math import ceil
 
 from . import words
+from .audit import broken, summary
+from .holders import NOBODY
 from .records import (
-    Export,
+    FaultKind,
     IpcSummary,
     LiveBlocks,
     Mechanism,
+    Open,
     RankTrace,
     SiteVerdict,
     SlowStep,
@@ -51,6 +54,12 @@ __all__ = [
 Stack = tuple[str, ...]
 _STALL = 3  # cycles without growth before "filling" is believed: a leak of every third cycle would have grown again
 _LONG = 8  # cycles after which turnover shows: what is still kept from all of them is not the newest
+_IPC_MECHANISMS: Mapping[FaultKind, Mechanism] = {
+    "over-released": "ipc-over-released",
+    "dead-peer": "ipc-dead-peer",
+    "never-opened": "ipc-never-opened",
+    "still-open": "ipc-held-by-peer",
+}
 _UNIT = 512  # the allocator's rounding, bytes
 
 
@@ -132,7 +141,8 @@ def leaking_stacks(rank_trace: RankTrace, warmup: int) -> tuple[Stack, ...]:
 @dataclass(slots=True)
 class _Group:
     """`bytes`, `blocks`: at the end of each judged cycle. `survivors`: bytes of the last census by the judged cycle of
-    their birth, and `early` those born in the warm-up. `turned_over`: a block that had outlived a cycle's end after its birth's died later. None: not known.
+    their birth, and `early` those born in the warm-up. `turned_over`: a block that had outlived the cycle after its
+    birth's died later. None: not known.
     """
 
     bytes: list[int]
@@ -281,7 +291,7 @@ def _kept_from_all(survivors: Sequence[int], lag: int) -> bool:
 
 
 def _began_alike(group: _Group, lag: int) -> bool:
-    """Whether the warm-up left no more behind than the cycle `lag` later did: a cache fills fastest when it is empty."""
+    """Whether the warm-up left no more than the cycle `lag` later did: a cache fills fastest when it is empty."""
     kept = [*group.early, *(group.survivors or ())]
     return lag == 1 or all(kept[at] <= kept[at + lag] for at in range(len(group.early)))
 
@@ -442,29 +452,17 @@ def _site(site: str, entries: Sequence[tuple[_RankFinding, _Leak]], trace: Trace
 def _mechanism(site: str, records: Sequence[RankTrace], trace: Trace, held: Sequence[str]) -> Mechanism:
     """Why the site's blocks stay: what the ledgers know of them first, then what Python knows."""
     lost = [e for rank in records for e in rank.exports if not e.freed and e.allocated[:1] == (site,)]
-    told = [_lost_by(export, trace) for export in lost]
-    for mechanism in ("ipc-over-released", "ipc-dead-peer", "ipc-never-opened", "ipc-held-by-peer"):
-        if mechanism in told:
-            return mechanism  # type: ignore[return-value]
-    return "retained" if held else "unknown"
-
-
-def _lost_by(export: Export, trace: Trace) -> Mechanism | None:
-    if export.counter is None or export.counter == 0 or not export.dropped:
-        return None
-    if export.counter < 0:
-        return "ipc-over-released"
-    opens = [
-        (rank.rank, one)
-        for rank in trace.ranks
-        for one in rank.opens
-        if (one.counter_file, one.slot) == (export.counter_file, export.slot)
-    ]
-    if not opens:
-        return "ipc-never-opened"
-    if any(rank in trace.dead for rank, _ in opens):
-        return "ipc-dead-peer"
-    return "ipc-held-by-peer" if any(not one.released for _, one in opens) else None
+    if lost:
+        opens: dict[tuple[str, int], list[Open]] = {}
+        for rank in trace.ranks:
+            for one in rank.opens:
+                opens.setdefault((one.counter_file, one.slot), []).append(one)
+        dead = frozenset(trace.dead)
+        kinds = [broken(e, opens.get((e.counter_file, e.slot), ()), dead) for e in lost]
+        for kind, mechanism in _IPC_MECHANISMS.items():
+            if kind in kinds:
+                return mechanism
+    return "retained" if any(chain != NOBODY for chain in held) else "unknown"
 
 
 def _outside_site(trace: Trace) -> tuple[SiteVerdict, ...]:
@@ -490,9 +488,7 @@ def _ipc(trace: Trace) -> IpcSummary:
     opens = [one for rank in trace.ranks for one in rank.opens]
     if not exports and not opens:
         return IpcSummary()
-    from .ipc import summary  # only where there is something to audit: it brings torch with it
-
-    return summary(exports, opens, trace.dead)
+    return summary(exports, opens, dead=trace.dead)
 
 
 def _idle(rank: RankTrace) -> int:

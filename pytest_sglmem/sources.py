@@ -117,9 +117,9 @@ class Census:
         self._seen, self._last = seen, held
         return tuple([LiveBlocks(stack, born, total[0], total[1]) for (stack, born), total in added.items()])
 
-    def addresses(self, stack: Stack) -> list[int]:
-        """Addresses of the blocks of `stack` in the last census, oldest births first."""
-        births = sorted((born, where) for (one, born), where in self._last.items() if one == stack)
+    def addresses(self, stack: Stack, *, since: int = -1) -> list[int]:
+        """Addresses of the blocks of `stack` in the last census, born in cycle `since` or later, oldest first."""
+        births = sorted((born, where) for (one, born), where in self._last.items() if one == stack and born >= since)
         return [address for _, where in births for address in where]
 
     def _stack_and_stamp(self, frames: list[Mapping[str, object]]) -> tuple[Stack, int | None]:

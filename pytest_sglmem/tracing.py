@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from .digests import digest
+from .holders import chains_for_blocks
 from .judge import leaking_stacks, settled
 from .records import CycleEnd, RankTrace, Reading, Trace
 from .sources import Census, Recording, reading, save_snapshot, stamped
@@ -34,6 +35,7 @@ __all__ = ["Hands", "Meeting", "bounds", "trace", "trace_rank"]
 
 G = TypeVar("G")
 _perf_counter = time.perf_counter
+_SITES, _BLOCKS = 5, 64  # growing sites that are explained, and blocks of each that are looked at
 _COLLECTIONS = 3  # a collection can free what keeps the next garbage alive; more than three is a program of its own
 
 
@@ -132,9 +134,9 @@ def trace_rank(
 
     Collective over `group` (None: the default group, or this process alone where there is none). `cycles`: how many
     are judged, after `warmup` more; (least, most) stops as soon as no rank's verdict can change. `before_step` is
-    called before each step; `progress(cycle, step, live)` after it. `artifacts`: the folder where a rank that leaks leaves
-    torch's snapshot and a reference graph. Raises TypeError where `setup` returns no callable, ValueError where `over`
-    is empty, and whatever the step raises.
+    called before each step; `progress(cycle, step, live)` after it. `artifacts`: the folder where a rank that leaks
+    leaves torch's snapshot and a reference graph. Raises TypeError where `setup` returns no callable, ValueError where
+    `over` is empty, and whatever the step raises.
     """
     least, most = bounds(cycles, warmup)
     geometries = list(over)
@@ -302,10 +304,7 @@ class _Run:
     def finish(self, warmup: int, artifacts: str | Path | None) -> RankTrace:
         """The whole record; where this rank leaks, with who holds the blocks, and with files in `artifacts`."""
         exports, opens = self._ledger.reading() if self._ledger is not None else ((), ())
-        stacks = leaking_stacks(self._record(), warmup)
-        if stacks and artifacts is not None:
-            Path(artifacts).mkdir(parents=True, exist_ok=True)
-            save_snapshot(Path(artifacts) / f"snapshot-rank{self._rank}.pickle")
+        leaking = leaking_stacks(self._record(), warmup)
         return RankTrace(
             self._rank,
             tuple(self._series),
@@ -313,6 +312,28 @@ class _Run:
             tuple(self._digests),
             tuple(exports),
             tuple(opens),
-            {},
+            self._held_by(leaking, warmup, self._folder(artifacts) if leaking else None),
             tuple(self._seconds),
         )
+
+    def _folder(self, artifacts: str | Path | None) -> Path | None:
+        """Where this rank's files go, with torch's snapshot already in it."""
+        if artifacts is None:
+            return None
+        folder = Path(artifacts)
+        folder.mkdir(parents=True, exist_ok=True)
+        save_snapshot(folder / f"snapshot-rank{self._rank}.pickle")
+        return folder
+
+    def _held_by(
+        self, stacks: Sequence[tuple[str, ...]], warmup: int, folder: Path | None
+    ) -> dict[str, tuple[str, ...]]:
+        """Who holds the leaking blocks, by the line that allocated them. Looked for once, after the last reading."""
+        found: dict[str, tuple[str, ...]] = {}
+        for number, stack in enumerate(stacks[:_SITES]):
+            blocks = self._census.addresses(stack, since=warmup)[:_BLOCKS]
+            graph = folder / f"graph-rank{self._rank}.png" if folder is not None and number == 0 else None
+            held = chains_for_blocks(blocks, roots={id(self._step): "step"}, graph_to=graph) if blocks else ()
+            site = stack[0] if stack else "unknown"
+            found[site] = tuple(dict.fromkeys((*found.get(site, ()), *held)))
+        return {site: held for site, held in found.items() if held}

@@ -43,14 +43,14 @@ def size(count: float) -> str:
 
 
 def ranks(numbers: Sequence[int]) -> str:
-    """Ranks as runs: "rank 3", "ranks 0-2, 5"."""
+    """Ranks as runs of three or more: "rank 3", "ranks 0, 1, 3", "ranks 0-2, 5"."""
     runs: list[list[int]] = []
     for number in sorted(set(numbers)):
         if runs and number == runs[-1][-1] + 1:
             runs[-1].append(number)
         else:
             runs.append([number])
-    text = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    text = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
     return f"{'rank' if len(set(numbers)) == 1 else 'ranks'} {text}"
 
 
