@@ -11,6 +11,7 @@ themselves (workspaces, NCCL buffers) is not there. What is not emulated raises 
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -44,7 +45,13 @@ class Emulation:
         self.collectives = collectives.Collectives(self)
         self._modes: list[Accounting] = []
         self._plans: dict[Any, Plan] = {}
+        self._pid = os.getpid()
+        self.memory.before_reading = self.collectives.sweep
         self.open = True
+
+    def is_elsewhere(self) -> bool:
+        """Whether this is a process forked from the one that emulates: as with CUDA, the device is not there."""
+        return os.getpid() != self._pid
 
     def index(self, device: torch.device) -> int:
         """The index of a device, the current one where it says none. Raises RuntimeError for one that is not there."""
@@ -95,7 +102,7 @@ class Emulation:
 
     def close(self) -> None:
         """End the emulation: modes that are still on in other threads let everything pass from now on."""
-        self.open = False
+        self.open = self.memory.open = False
         for mode in self._modes:
             mode.open = False
         self.sharing.close()

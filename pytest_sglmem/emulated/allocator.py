@@ -15,9 +15,11 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
+from types import CodeType
 from typing import NamedTuple
 
-from ..sites import RawStack
+
+Stack = tuple[tuple[CodeType, int], ...]  # code and instruction, innermost first
 
 ROUND = 512
 SMALL = 1 << 20
@@ -63,7 +65,7 @@ class Segment:
     __slots__ = ("address", "device", "first", "frames", "number", "size", "small", "stream")
 
     def __init__(
-        self, device: int, number: int, address: int, size: int, small: bool, stream: int, frames: RawStack
+        self, device: int, number: int, address: int, size: int, small: bool, stream: int, frames: Stack
     ) -> None:
         self.device = device
         self.number = number
@@ -87,7 +89,7 @@ class Block:
         self.requested = 0
         self.address = 0
         self.state = "inactive"
-        self.frames: RawStack = ()
+        self.frames: Stack = ()
         self.streams: set[int] | None = None
         self.previous: Block | None = None
         self.next: Block | None = None
@@ -172,7 +174,8 @@ def segment_size(size: int) -> int:
 class Allocator:
     """The caching allocator of device `index`, whose memory is `total` bytes.
 
-    `on_miss` is called when no free block fits, before a new segment is taken; it may free blocks.
+    `on_miss` is called when no free block fits, before a new segment is taken; it may free blocks. `note` is told of
+    every event: device, action (as torch names it), address, size, stream, and where there is one a stack.
     """
 
     def __init__(self, index: int, total: int, on_miss: Callable[[], None] = lambda: None) -> None:
@@ -180,6 +183,7 @@ class Allocator:
         self.total = total
         self.fraction = 1.0
         self._on_miss = on_miss
+        self.note: Callable[..., None] | None = None
         self._small, self._large = Pool(), Pool()
         self._all = {name: Statistic() for name in STATISTICS}
         self._segments: dict[int, Segment] = {}
@@ -199,7 +203,7 @@ class Allocator:
 
     # -- allocation ------------------------------------------------------------------------------------------------
 
-    def allocate(self, requested: int, stream: int, frames: RawStack = ()) -> Block:
+    def allocate(self, requested: int, stream: int, frames: Stack = ()) -> Block:
         """A block of at least `requested` bytes (more than none). Raises OutOfDeviceMemory."""
         if self._pending:
             self.finish_pending()
@@ -215,12 +219,14 @@ class Allocator:
         block.state = "active_allocated"
         block.address = self.address(block.size)
         self._count_up(pool, block)
+        self._tell("alloc", block.address, block.size, stream, frames)
         return block
 
     def free(self, block: Block) -> None:
         """The block's last use ended. Where other streams used it, it waits for the next allocation, as torch does."""
         pool = self._small if block.segment.small else self._large
         self._count_down(pool, block)
+        self._tell("free_requested", block.address, block.size, block.segment.stream)
         if block.streams:
             block.state = "active_pending_free"
             self._pending.append(block)
@@ -253,18 +259,20 @@ class Allocator:
             pool.whole_free_segments -= 1
         return block
 
-    def _take_new(self, pool: Pool, requested: int, size: int, stream: int, frames: RawStack) -> Block:
+    def _take_new(self, pool: Pool, requested: int, size: int, stream: int, frames: Stack) -> Block:
         wanted = segment_size(size)
         if not self._fits(wanted):
             self.counts["num_alloc_retries"] += 1
             self.empty()
             if not self._fits(wanted):
                 self.counts["num_ooms"] += 1
+                self._tell("oom", 0, wanted, stream, frames)
                 raise OutOfDeviceMemory(requested, wanted)
         number = self._next_segment
         self._next_segment += 1
         segment = Segment(self.index, number, self.address(wanted), wanted, pool is self._small, stream, frames)
         self._segments[number] = segment
+        self._tell("segment_alloc", segment.address, wanted, stream, frames)
         self.counts["num_device_alloc"] += 1
         for numbers in (self._all, pool.numbers):
             numbers["segment"].up(1)
@@ -287,8 +295,10 @@ class Allocator:
         insort(pool.room(block.segment.stream), (rest.place, rest), key=_place)
 
     def _give_back(self, pool: Pool, block: Block) -> None:
+        self._tell("free_completed", block.address, block.size, block.segment.stream)
         block.state = "inactive"
         block.frames = ()
+        block.address = block.requested = 0
         room = pool.room(block.segment.stream)
         for numbers in (self._all, pool.numbers):
             numbers["active"].down(1)
@@ -329,15 +339,21 @@ class Allocator:
         pool.whole_free -= segment.size
         pool.whole_free_segments -= 1
         del self._segments[segment.number]
+        self._tell("segment_free", segment.address, segment.size, segment.stream)
         self.counts["num_device_free"] += 1
         for numbers in (self._all, pool.numbers):
             numbers["segment"].down(1)
             numbers["reserved_bytes"].down(segment.size)
 
     def address(self, size: int) -> int:
+        """A range of `size` bytes that nobody had before and nobody gets again."""
         address = self._next_address
         self._next_address += size
         return address
+
+    def _tell(self, action: str, address: int, size: int, stream: int, frames: Stack = ()) -> None:
+        if self.note is not None:
+            self.note(self.index, action, address, size, stream, frames)
 
     # -- numbers ---------------------------------------------------------------------------------------------------
 

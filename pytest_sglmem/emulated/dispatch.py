@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .memory import CPU, Memory, sparse_parts
+from .memory import CPU, Memory, sparse_parts, storage_of
 from .threads import PerThread
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ class Accounting(TorchDispatchMode):
         where, here = self._where, None
         for tensor in _tensors(args, kwargs):
             try:
-                owned = where.get(_storage(tensor)._cdata)
+                owned = where.get(storage_of(tensor)._cdata)
             except (NotImplementedError, RuntimeError):
                 owned = self._memory.find(tensor)
             index = CPU if owned is None else owned.index
@@ -165,7 +165,7 @@ class Accounting(TorchDispatchMode):
         where = self._where
         for tensor in (answer,) if isinstance(answer, torch.Tensor) else _flat(answer):
             try:
-                storage = _storage(tensor)
+                storage = storage_of(tensor)
             except (NotImplementedError, RuntimeError):
                 self._place_sparse(plan, tensor, index)
                 continue
@@ -185,7 +185,7 @@ class Accounting(TorchDispatchMode):
 
     def _pinned(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         answer = func(*args, **{**kwargs, "pin_memory": False})
-        self._memory.pin(_storage(answer))
+        self._memory.pin(storage_of(answer))
         return answer
 
     def _with_generator(self, kwargs: dict[str, Any], index: int) -> dict[str, Any]:
@@ -200,7 +200,7 @@ class Accounting(TorchDispatchMode):
         """C++ made this for the CPU, as far as it knows: whether it was right shows when the same call uses it."""
         if not isinstance(answer, torch.Tensor):
             return
-        storage = _storage(answer)
+        storage = storage_of(answer)
         node = torch._C._current_autograd_node()
         if node is not None and isinstance(node, torch._C._FunctionBase):
             return
@@ -210,7 +210,7 @@ class Accounting(TorchDispatchMode):
 
     def _joins(self, tensor: torch.Tensor, index: int) -> bool:
         """Whether a CPU tensor was made by this very call, and so belongs to the device that the call runs on."""
-        storage = _storage(tensor)
+        storage = storage_of(tensor)
         known = self._floating.get(storage._cdata)
         if known is None or known[0] != _call():
             return False
@@ -259,5 +259,4 @@ INVALID_DEVICE = "CUDA error: invalid device ordinal\n(the emulated machine has 
 _LISTS = (list, tuple)
 _PLAIN = torch._C._disabled_torch_dispatch_impl
 _CPU_DEVICE = torch.device("cpu")
-_storage = torch._C.TensorBase.untyped_storage  # type: ignore[attr-defined]
 _OURS = frozenset({__file__, torch._ops.__file__})

@@ -1,214 +1,278 @@
 """What torch's Python layer asks of its C layer about devices, streams and memory: `torch._C._cuda_*`, answered here.
 
-Emulating at this level keeps torch's own `torch.cuda` above it: argument checks, shapes and names are those of the torch
-at hand.
+Emulating at this level keeps torch's own `torch.cuda` and `torch.accelerator` above it: argument checks, shapes and names
+are those of the torch at hand.
 """
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .allocator import Block, Segment
+from .history import segment
 from .patches import Patches
 from .streams import CUDA_TYPE, pointer
 
 if TYPE_CHECKING:
     from . import Emulation
 
-KEEPS = ("state", "all")
+COMPUTE = (9, 0)
+_IDENTITY = ("name", "uuid")
 
 
-class Driver:
-    """The functions of `torch._C` that begin with `_cuda_`, without that beginning."""
+@dataclass(frozen=True)
+class Properties:
+    """What `torch.cuda.get_device_properties` says: a Hopper-like device that calls itself emulated."""
+
+    index: int
+    total_memory: int
+    name: str = "emulated CUDA device"
+    major: int = COMPUTE[0]
+    minor: int = COMPUTE[1]
+    multi_processor_count: int = 132
+    warp_size: int = 32
+    max_threads_per_multi_processor: int = 2048
+    max_threads_per_block: int = 1024
+    regs_per_multiprocessor: int = 65536
+    shared_memory_per_block: int = 48 << 10
+    shared_memory_per_block_optin: int = 227 << 10
+    shared_memory_per_multiprocessor: int = 228 << 10
+    L2_cache_size: int = 50 << 20
+    is_integrated: int = 0
+    is_multi_gpu_board: int = 0
+    gcnArchName: str = ""
+    pci_device_id: int = 0
+    pci_domain_id: int = 0
+
+    @property
+    def uuid(self) -> str:
+        """The device's own."""
+        return f"00000000-0000-0000-0000-{self.index:012d}"
+
+    @property
+    def pci_bus_id(self) -> int:
+        """One a device."""
+        return self.index + 1
+
+
+class Devices:
+    """Devices and streams."""
+
+    def __init__(self, emulation: Emulation) -> None:
+        self._emulation = emulation
+        self._thread = emulation.thread
+        self.properties = [Properties(index, emulation.total) for index in range(emulation.devices)]
+
+    def count(self) -> int:
+        """How many there are."""
+        return len(self.properties)
+
+    def current(self) -> int:
+        """The thread's current one."""
+        return self._thread.device
+
+    def use(self, index: int) -> None:
+        """Make it the thread's current one."""
+        self._thread.device = self._emulation.index(torch.device("cuda", index))
+        self._emulation.cover_thread()
+
+    def exchange(self, index: int) -> int:
+        """Make it the current one, and say which was; a negative index changes nothing."""
+        before = self._thread.device
+        if index < 0:
+            return -1
+        self.use(index)
+        return before
+
+    def synchronize(self, *_: Any) -> None:
+        """Wait for everything: all is done, but not everything may be counted."""
+        self._emulation.memory.before_reading()
+        self._emulation.memory.settle()
+
+    def can_access_peer(self, device: int, peer: int) -> bool:
+        """Every other device, as NVLink would."""
+        return device != peer
+
+    def current_stream(self, index: int) -> tuple[int, int, int]:
+        """As torch unpacks a stream: id, device, kind of device."""
+        return (self._emulation.stream_number(index), index, CUDA_TYPE)
+
+    def current_raw_stream(self, index: int) -> int:
+        """The number that stands for the cudaStream_t."""
+        return pointer(self._emulation.stream_number(index))
+
+    def default_stream(self, index: int) -> tuple[int, int, int]:
+        """As `current_stream`."""
+        return (0, index, CUDA_TYPE)
+
+    def external_stream(self, number: int, index: int) -> tuple[int, int, int]:
+        """A stream that other code made."""
+        stream = self._emulation.stream_types[1](number, device=index)
+        return (stream.stream_id, index, CUDA_TYPE)
+
+    def set_stream(self, stream_id: int, device_index: int, device_type: int = CUDA_TYPE) -> None:
+        """Make it the current stream of its device, and its device the current one."""
+        self.use(device_index)
+        self._thread.streams[device_index] = stream_id
+
+    def functions(self) -> dict[str, Callable[..., Any]]:
+        """By the names of torch's C layer."""
+        return {
+            "_cuda_getDeviceCount": self.count,
+            "_cuda_getDevice": self.current,
+            "_cuda_setDevice": self.use,
+            "_cuda_exchangeDevice": self.exchange,
+            "_cuda_maybeExchangeDevice": self.exchange,
+            "_cuda_synchronize": self.synchronize,
+            "_cuda_canDeviceAccessPeer": self.can_access_peer,
+            "_cuda_getCurrentStream": self.current_stream,
+            "_cuda_getCurrentRawStream": self.current_raw_stream,
+            "_cuda_getDefaultStream": self.default_stream,
+            "_cuda_getStreamFromExternal": self.external_stream,
+            "_cuda_setStream": self.set_stream,
+            "_cuda_isCurrentStreamCapturing": lambda: False,
+            "_cuda_getArchFlags": lambda: f"sm_{COMPUTE[0]}{COMPUTE[1]}",
+            "_cuda_get_sync_debug_mode": lambda: 0,
+            "_cuda_sleep": lambda cycles: None,
+            "_cuda_init": lambda: None,
+            "_get_accelerator": lambda: torch.device("cuda"),
+            "_accelerator_getAccelerator": lambda: torch.device("cuda"),
+            "_accelerator_getDeviceIndex": self.current,
+            "_accelerator_setDeviceIndex": self.use,
+            "_accelerator_exchangeDevice": self.exchange,
+            "_accelerator_maybeExchangeDevice": self.exchange,
+            "_accelerator_synchronizeDevice": self.synchronize,
+            "_accelerator_getStream": lambda index: torch.cuda.current_stream(index),
+            "_accelerator_setStream": lambda stream: self.set_stream(stream.stream_id, stream.device_index),
+        }
+
+
+class Numbers:
+    """What the allocators say."""
 
     def __init__(self, emulation: Emulation) -> None:
         self._emulation = emulation
         self._memory = emulation.memory
-        self._thread = emulation.thread
 
-    # -- devices ---------------------------------------------------------------------------------------------------
-
-    def getDeviceCount(self) -> int:
-        return len(self._memory.devices)
-
-    def getDevice(self) -> int:
-        return self._thread.device
-
-    def setDevice(self, index: int) -> None:
-        self._thread.device = self._emulation.index(torch.device("cuda", index))
-        self._emulation.cover_thread()
-
-    def exchangeDevice(self, index: int) -> int:
-        before = self._thread.device
-        if index < 0:
-            return -1
-        self.setDevice(index)
-        return before
-
-    def maybeExchangeDevice(self, index: int) -> int:
-        return self.exchangeDevice(index)
-
-    def synchronize(self) -> None:
-        self._memory.settle()
-
-    def canDeviceAccessPeer(self, device: int, peer: int) -> bool:
-        return device != peer
-
-    def getDeviceProperties(self, index: int) -> Any:
-        total = self._memory.allocators[index].total
-        return SimpleNamespace(
-            name="emulated CUDA device",
-            major=9,
-            minor=0,
-            total_memory=total,
-            multi_processor_count=132,
-            warp_size=32,
-            max_threads_per_multi_processor=2048,
-            regs_per_multiprocessor=65536,
-            shared_memory_per_block=49152,
-            shared_memory_per_block_optin=232448,
-            shared_memory_per_multiprocessor=233472,
-            L2_cache_size=50 << 20,
-            is_integrated=0,
-            is_multi_gpu_board=0,
-            gcnArchName="",
-            uuid=f"00000000-0000-0000-0000-{index:012d}",
-            pci_bus_id=index,
-            pci_device_id=0,
-            pci_domain_id=0,
-        )
-
-    # -- streams ---------------------------------------------------------------------------------------------------
-
-    def getCurrentStream(self, index: int) -> tuple[int, int, int]:
-        return (self._thread.streams.get(index, 0), index, CUDA_TYPE)
-
-    def getCurrentRawStream(self, index: int) -> int:
-        return pointer(self._thread.streams.get(index, 0))
-
-    def getDefaultStream(self, index: int) -> tuple[int, int, int]:
-        return (0, index, CUDA_TYPE)
-
-    def setStream(self, stream_id: int, device_index: int, device_type: int) -> None:
-        self._thread.device = device_index
-        self._thread.streams[device_index] = stream_id
-        self._emulation.cover_thread()
-
-    def isCurrentStreamCapturing(self) -> bool:
-        return False
-
-    # -- memory ----------------------------------------------------------------------------------------------------
-
-    def memoryStats(self, index: int) -> dict[str, Any]:
+    def statistics(self, index: int) -> dict[str, Any]:
+        """Nested, as torch flattens them."""
         with self._memory.reading():
             return self._memory.allocators[index].statistics()
 
-    def emptyCache(self) -> None:
+    def free_and_total(self, device: Any = None) -> tuple[int, int]:
+        """Bytes of the device that this process has not reserved, and all: other processes are not seen."""
+        allocator = self._memory.allocators[self._emulation.index_or_current(device)]
+        with self._memory.reading():
+            return (allocator.total - allocator.reserved, allocator.total)
+
+    def empty_cache(self, *_: Any) -> None:
+        """Give what is cached back to the driver."""
         with self._memory.reading():
             self._memory.collect_limbo()
             for allocator in self._memory.allocators:
                 allocator.empty()
 
-    def ipc_collect(self) -> None:
-        self._memory.collect()
-
-    def resetPeakMemoryStats(self, index: int) -> None:
+    def reset_peaks(self, index: int) -> None:
+        """The peaks are what is there now."""
         with self._memory.reading():
             self._memory.allocators[index].reset_peaks()
 
-    def resetAccumulatedMemoryStats(self, index: int) -> None:
+    def reset_accumulated(self, index: int) -> None:
+        """What was allocated and freed so far is forgotten."""
         with self._memory.reading():
             self._memory.allocators[index].reset_accumulated()
 
-    def setMemoryFraction(self, fraction: float, index: int) -> None:
+    def set_fraction(self, fraction: float, index: int) -> None:
+        """How much of the device the process may reserve."""
         self._memory.allocators[index].fraction = fraction
 
-    def getMemoryFraction(self, index: int) -> float:
-        return self._memory.allocators[index].fraction
+    def record(
+        self,
+        enabled: str | None = "all",
+        context: str | None = "all",
+        stacks: str = "all",
+        max_entries: int = sys.maxsize,
+        clear_history: bool = False,
+        *_: Any,
+        **__: Any,
+    ) -> None:
+        """Start or stop recording."""
+        self._memory.record(enabled, context, max_entries, clear_history)
 
-    def getAllocatorBackend(self) -> str:
-        return "native"
+    def record_legacy(
+        self, enabled: bool, context: bool = True, max_entries: int = 1, events: bool = False, *_: Any, **__: Any
+    ) -> None:
+        """Start or stop recording, as torch up to 2.0 was asked."""
+        kind = ("all" if events or max_entries > 1 else "state") if enabled else None
+        self._memory.record(kind, "alloc" if context else None, max_entries, False)
 
-    def record_memory_history(self, enabled: Any = "all", context: Any = "all", *_: Any, **__: Any) -> None:
-        self._memory.recording = enabled is not None and context is not None
-
-    def memorySnapshot(self, pool: Any = None) -> dict[str, Any]:
+    def snapshot(self, pool: Any = None) -> dict[str, Any]:
+        """Segments, blocks, stacks, events."""
         with self._memory.reading():
             segments = [
-                _segment(segment, blocks)
-                for allocator in self._memory.allocators
-                for segment, blocks in allocator.segments()
+                segment(known, blocks) for allocator in self._memory.allocators for known, blocks in allocator.segments()
             ]
+            traces = self._memory.history.traces()
+        if isinstance(pool, tuple) and len(pool) > 2 and not pool[2]:
+            traces = [[] for _ in traces]
         return {
             "segments": segments,
-            "device_traces": [[] for _ in self._memory.allocators],
-            "allocator_settings": {},
+            "device_traces": traces,
+            "allocator_settings": {"PYTORCH_CUDA_ALLOC_CONF": "", "expandable_segments": False},
             "external_annotations": [],
         }
 
-
-def _segment(segment: Segment, blocks: list[Block]) -> dict[str, Any]:
-    live = [block for block in blocks if block.state != "inactive"]
-    return {
-        "device": segment.device,
-        "address": segment.address,
-        "total_size": segment.size,
-        "allocated_size": sum(block.size for block in live if block.state == "active_allocated"),
-        "active_size": sum(block.size for block in live),
-        "requested_size": sum(block.requested for block in live),
-        "stream": pointer(segment.stream),
-        "segment_type": "small" if segment.small else "large",
-        "segment_pool_id": (0, 0),
-        "is_expandable": False,
-        "frames": _frames(segment.frames),
-        "blocks": [_block(block) for block in blocks],
-    }
-
-
-def _block(block: Block) -> dict[str, Any]:
-    return {
-        "address": block.address or block.segment.address + block.offset,
-        "size": block.size,
-        "requested_size": block.requested,
-        "state": block.state,
-        "frames": _frames(block.frames),
-    }
-
-
-def _frames(frames: Any) -> list[dict[str, Any]]:
-    return [{"filename": code.co_filename, "line": line, "name": code.co_name} for code, line in frames]
+    def functions(self) -> dict[str, Callable[..., Any]]:
+        """By the names of torch's C layer."""
+        return {
+            "_cuda_memoryStats": self.statistics,
+            "_cuda_emptyCache": self.empty_cache,
+            "_cuda_ipc_collect": self._memory.collect,
+            "_cuda_resetPeakMemoryStats": self.reset_peaks,
+            "_cuda_resetAccumulatedMemoryStats": self.reset_accumulated,
+            "_cuda_setMemoryFraction": self.set_fraction,
+            "_cuda_getMemoryFraction": lambda index: self._memory.allocators[index].fraction,
+            "_cuda_getAllocatorBackend": lambda: "native",
+            "_cuda_record_memory_history": self.record,
+            "_cuda_record_memory_history_legacy": self.record_legacy,
+            "_cuda_isHistoryEnabled": lambda: self._memory.history.on,
+            "_cuda_memorySnapshot": self.snapshot,
+            "_accelerator_isAllocatorInitialized": lambda: True,
+            "_accelerator_emptyCache": self.empty_cache,
+            "_accelerator_getDeviceStats": self.statistics,
+            "_accelerator_resetPeakStats": self.reset_peaks,
+            "_accelerator_resetAccumulatedStats": self.reset_accumulated,
+            "_accelerator_getMemoryInfo": self.free_and_total,
+        }
 
 
 def install(patches: Patches, emulation: Emulation) -> None:
     """Answer for the C layer until `patches` are undone."""
-    driver = Driver(emulation)
-    for name in dir(driver):
-        if not name.startswith("_"):
-            patches.set(torch._C, f"_cuda_{name}", getattr(driver, name))
+    devices, numbers = Devices(emulation), Numbers(emulation)
+    functions = devices.functions() | numbers.functions()
+    for name, function in functions.items():
+        patches.set(torch._C, name, function)
     cuda = torch.cuda
-    Stream, ExternalStream, Event = emulation.stream_types
     for owner in (cuda, cuda.streams):
-        for kind in (Stream, ExternalStream, Event):
+        for kind in emulation.stream_types:
             patches.set(owner, kind.__name__, kind)
-    patches.set(cuda, "_initialized", True)
-    patches.set(cuda, "_cached_device_count", driver.getDeviceCount())
-    patches.set(cuda, "_is_in_bad_fork", lambda: False)
-    patches.set(cuda, "_exchange_device", driver.exchangeDevice)
-    patches.set(cuda, "_maybe_exchange_device", driver.maybeExchangeDevice)
-    patches.set(cuda, "_get_device_properties", driver.getDeviceProperties)
-    patches.set(cuda, "is_available", lambda: True)
-    patches.set(cuda, "device_count", driver.getDeviceCount)
-    patches.set(cuda.graphs, "_cuda_isCurrentStreamCapturing", driver.isCurrentStreamCapturing)
-    patches.set(cuda, "default_generators", emulation.generators)
-
-    def mem_get_info(device: Any = None) -> tuple[int, int]:
-        allocator = emulation.memory.allocators[emulation.index_or_current(device)]
-        with emulation.memory.reading():
-            return (allocator.total - allocator.reserved, allocator.total)
-
+    for name, value in {
+        "_initialized": True,
+        "_cached_device_count": emulation.devices,
+        "_is_in_bad_fork": emulation.is_elsewhere,
+        "_exchange_device": devices.exchange,
+        "_maybe_exchange_device": devices.exchange,
+        "_get_device_properties": lambda index: devices.properties[index],
+        "is_available": lambda: not emulation.is_elsewhere(),
+        "device_count": devices.count,
+        "default_generators": emulation.generators,
+    }.items():
+        patches.set(cuda, name, value)
     for owner in (cuda, cuda.memory):
-        patches.set(owner, "mem_get_info", mem_get_info)
+        patches.set(owner, "mem_get_info", numbers.free_and_total)
+    patches.set(cuda.graphs, "_cuda_isCurrentStreamCapturing", functions["_cuda_isCurrentStreamCapturing"])
     patches.set(torch.backends.cuda, "is_built", lambda: True)

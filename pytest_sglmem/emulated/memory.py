@@ -5,7 +5,8 @@ there by the rules of `allocator.py`, and hears of its end through a weak refere
 exactly when the last view, autograd node or C++ owner is gone.
 
 A death is noted without a lock, because it can happen inside any allocation (the cyclic collector runs there); whoever
-holds the lock, or takes it next, counts it. Deaths are counted in the order in which they happened.
+holds the lock, or takes it next, counts it. Deaths are counted in the order in which they happened. An allocation that a
+finalizer asks for while its own thread holds the lock is counted as soon as the lock is given back.
 """
 
 from __future__ import annotations
@@ -14,12 +15,11 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
-from ..sites import raw_stack
-from .allocator import Allocator, Block, OutOfDeviceMemory
+from .allocator import Allocator, Block, OutOfDeviceMemory, Stack
+from .history import History, stack
 
 CPU = -1
 
@@ -34,16 +34,24 @@ class Death(weakref.ref):  # type: ignore[type-arg]
 class Owned:
     """A storage on a device: `block` is what it counts there; None for none of ours (empty, or opened over IPC)."""
 
-    __slots__ = ("block", "device", "exported", "foreign", "index", "nbytes", "watch")
+    __slots__ = ("block", "device", "exported", "foreign", "index", "nbytes", "over", "watch")
 
-    def __init__(self, index: int, device: torch.device, nbytes: int, block: Block | None) -> None:
+    def __init__(self, index: int, device: torch.device, nbytes: int) -> None:
         self.index = index
         self.device = device
         self.nbytes = nbytes
-        self.block = block
+        self.block: Block | None = None
         self.exported = False
         self.foreign: Foreign | None = None
+        self.over = False
         self.watch: Death | None = None
+
+    @property
+    def address(self) -> int:
+        """Where it is, on the device; 0 for an empty storage."""
+        if self.foreign is not None:
+            return self.foreign.address
+        return 0 if self.block is None else self.block.address
 
 
 class Foreign:
@@ -60,43 +68,59 @@ class Memory:
     """All emulated devices' memory in this process."""
 
     def __init__(self, devices: int, total: int) -> None:
+        self.history = History(devices)
         self.allocators = [Allocator(index, total, self._miss) for index in range(devices)]
         self.devices = [torch.device("cuda", index) for index in range(devices)]
         self.where: dict[int, Owned] = {}
-        self.recording = False
-        self.before_allocation: list[Callable[[int, int], None]] = []
+        self.open = True
         self.collect_limbo: Callable[[], None] = lambda: None
         self.drop_exported: Callable[[Block], None] = self.release
+        self.before_reading: Callable[[], None] = lambda: None
+        self._pinned: dict[int, Death] = {}
         self._lock = threading.Lock()
+        self._holder = 0
         self._dead: deque[int] = deque()
+        self._late: deque[tuple[Owned, int, Stack]] = deque()
 
     # -- storages --------------------------------------------------------------------------------------------------
 
     def own(self, storage: torch.UntypedStorage, index: int, stream: int) -> Owned:
         """From now on `storage` lives on device `index`. Raises torch.OutOfMemoryError."""
-        nbytes = storage.nbytes()
-        block = self.allocate(index, nbytes, stream) if nbytes else None
-        owned = Owned(index, self.devices[index], nbytes, block)
+        owned = Owned(index, self.devices[index], storage.nbytes())
+        if owned.nbytes:
+            self._obtain(owned, stream)
         self._watch(storage, owned)
         return owned
 
-    def adopt_foreign(self, storage: torch.UntypedStorage, index: int, foreign: Foreign) -> None:
+    def own_foreign(self, storage: torch.UntypedStorage, index: int, foreign: Foreign) -> None:
         """`storage` maps another process's block: on device `index`, counted there by that process and not here."""
-        owned = Owned(index, self.devices[index], storage.nbytes(), None)
+        owned = Owned(index, self.devices[index], storage.nbytes())
         owned.foreign = foreign
         self._watch(storage, owned)
 
     def resized(self, storage: torch.UntypedStorage, owned: Owned, stream: int) -> None:
-        """The storage changed its size in place: a new block, then the old one goes, as on hardware."""
+        """The storage may have changed its size in place: if so a new block, then the old one goes, as on hardware."""
         nbytes = storage.nbytes()
         if nbytes == owned.nbytes:
             return
-        old, owned.nbytes = owned.block, nbytes
-        owned.block = self.allocate(owned.index, nbytes, stream) if nbytes else None
+        old, owned.block, owned.nbytes = owned.block, None, nbytes
+        exported, owned.exported = owned.exported, False
+        if nbytes:
+            self._obtain(owned, stream)
         if old is not None:
-            with self._locked():
-                self._end(owned, old)
-        owned.exported = False
+            with self.locked():
+                (self.drop_exported if exported else self.release)(old)
+
+    def pin(self, storage: torch.UntypedStorage) -> None:
+        """The storage is pinned host memory."""
+        key = storage._cdata
+        watch = Death(storage, lambda watch: self._pinned.pop(watch.key, None))
+        watch.key = key
+        self._pinned[key] = watch
+
+    def is_pinned(self, storage: torch.UntypedStorage) -> bool:
+        """Whether the storage is pinned host memory."""
+        return storage._cdata in self._pinned
 
     def _watch(self, storage: torch.UntypedStorage, owned: Owned) -> None:
         key = storage._cdata
@@ -105,88 +129,99 @@ class Memory:
         owned.watch = watch
         self.where[key] = owned
 
-    def _died(self, watch: Death) -> None:
-        self._dead.append(watch.key)
-        self.settle()
-
-    def settle(self) -> None:
-        """Count the deaths that nobody counted yet, unless somebody is at it."""
-        while self._dead and self._lock.acquire(blocking=False):
-            try:
-                self._count_deaths()
-            finally:
-                self._lock.release()
-
-    def _count_deaths(self) -> None:
-        while self._dead:
-            owned = self.where.pop(self._dead.popleft(), None)
-            if owned is None:
-                continue
-            if owned.foreign is not None:
-                owned.foreign.released()
-            elif owned.block is not None:
-                self._end(owned, owned.block)
-
-    def _end(self, owned: Owned, block: Block) -> None:
-        if owned.exported:
-            self.drop_exported(block)
-        else:
-            self.release(block)
-
     # -- blocks ----------------------------------------------------------------------------------------------------
 
-    def allocate(self, index: int, nbytes: int, stream: int) -> Block:
-        """A block on device `index`. Raises torch.OutOfMemoryError, worded as torch's."""
-        for hook in self.before_allocation:
-            hook(index, nbytes)
-        frames = raw_stack(1, 64) if self.recording else ()
-        allocator = self.allocators[index]
-        with self._locked():
+    def _obtain(self, owned: Owned, stream: int) -> None:
+        frames = stack() if self.history.on else ()
+        if self._holder == threading.get_ident():
+            self._late.append((owned, stream, frames))
+            return
+        allocator = self.allocators[owned.index]
+        with self.locked():
             try:
-                return allocator.allocate(nbytes, stream, frames)
+                owned.block = allocator.allocate(owned.nbytes, stream, frames)
+                return
             except OutOfDeviceMemory as error:
                 message = out_of_memory(allocator, error)
         raise torch.OutOfMemoryError(message)
 
     def release(self, block: Block) -> None:
         """The block goes back to its device's allocator. The lock is held."""
-        self.allocators[self.index_of(block)].free(block)
+        self.allocators[block.segment.device].free(block)
 
-    def index_of(self, block: Block) -> int:
-        """The device that a block is on."""
-        return block.segment.device
+    def collect(self) -> None:
+        """What `torch.cuda.ipc_collect` does."""
+        with self.locked():
+            self.collect_limbo()
+
+    def reading(self) -> Locked:
+        """Hold this while reading numbers: every death so far is counted in them."""
+        self.before_reading()
+        return Locked(self)
+
+    def locked(self) -> Locked:
+        """Hold this while changing what the allocators know."""
+        return Locked(self)
+
+    def record(self, enabled: str | None, context: str | None, most: int, clear: bool) -> None:
+        """Start or stop recording, see `History.record`."""
+        with self.locked():
+            self.history.record(enabled, context, most, clear)
+            for allocator in self.allocators:
+                allocator.note = self.history.note if self.history.events else None
 
     def _miss(self) -> None:
         self.collect_limbo()
 
-    def _locked(self) -> _Locked:
-        return _Locked(self)
+    # -- deaths ----------------------------------------------------------------------------------------------------
 
-    def collect(self) -> None:
-        """What `torch.cuda.ipc_collect` does."""
-        with self._locked():
-            self.collect_limbo()
+    def _died(self, watch: Death) -> None:
+        self._dead.append(watch.key)
+        self.settle()
 
-    def reading(self) -> _Locked:
-        """Hold this while reading numbers: every death so far is counted in them."""
-        return _Locked(self)
+    def settle(self) -> None:
+        """Count what nobody counted yet, unless somebody is at it."""
+        while (self._dead or self._late) and self._lock.acquire(blocking=False):
+            self._holder = threading.get_ident()
+            try:
+                self.count()
+            finally:
+                self._holder = 0
+                self._lock.release()
+
+    def count(self) -> None:
+        """Count the deaths and the late allocations. The lock is held."""
+        while self._dead:
+            owned = self.where.pop(self._dead.popleft(), None)
+            if owned is not None:
+                self._ended(owned)
+        while self._late:
+            owned, stream, frames = self._late.popleft()
+            if not owned.over:
+                try:
+                    owned.block = self.allocators[owned.index].allocate(owned.nbytes, stream, frames)
+                except OutOfDeviceMemory:
+                    continue  # a finalizer's tensor: nobody is there to be told
+
+    def _ended(self, owned: Owned) -> None:
+        owned.over = True
+        if owned.foreign is not None:
+            owned.foreign.released()
+        elif owned.block is not None and self.open:
+            (self.drop_exported if owned.exported else self.release)(owned.block)
 
     # -- of tensors ------------------------------------------------------------------------------------------------
 
     def find(self, tensor: torch.Tensor) -> Owned | None:
         """Where a tensor lives; None for one that is not emulated."""
         try:
-            return self.where.get(_storage(tensor)._cdata)
+            return self.where.get(storage_of(tensor)._cdata)
         except (NotImplementedError, RuntimeError):
-            return self._find_sparse(tensor)
-
-    def _find_sparse(self, tensor: torch.Tensor) -> Owned | None:
-        for part in sparse_parts(tensor):
-            return self.where.get(_storage(part)._cdata)
-        return None
+            parts = sparse_parts(tensor)
+            return self.where.get(storage_of(parts[0])._cdata) if parts else None
 
 
-class _Locked:
+class Locked:
     """The memory's lock; the deaths that came meanwhile are counted before it is given back."""
 
     __slots__ = ("_memory",)
@@ -195,13 +230,20 @@ class _Locked:
         self._memory = memory
 
     def __enter__(self) -> None:
-        self._memory._lock.acquire()
-        self._memory._count_deaths()
+        memory = self._memory
+        memory._lock.acquire()
+        memory._holder = threading.get_ident()
+        if memory._dead:
+            memory.count()
 
-    def __exit__(self, *_: Any) -> None:
-        self._memory._count_deaths()
-        self._memory._lock.release()
-        self._memory.settle()
+    def __exit__(self, *_: object) -> None:
+        memory = self._memory
+        if memory._dead or memory._late:
+            memory.count()
+        memory._holder = 0
+        memory._lock.release()
+        if memory._dead or memory._late:
+            memory.settle()
 
 
 def sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -237,4 +279,4 @@ def _size(size: int) -> str:
     return f"{size} bytes"
 
 
-_storage = torch._C.TensorBase.untyped_storage  # type: ignore[attr-defined]
+storage_of = torch._C.TensorBase.untyped_storage  # type: ignore[attr-defined]

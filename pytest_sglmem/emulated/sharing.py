@@ -144,7 +144,7 @@ class Sharing:
         storage = torch.UntypedStorage.from_file(path, shared=True, nbytes=size)
         address = self._memory.allocators[index].address(size)
         foreign = Foreign(address, lambda: subtract(counter.decode(), slot))
-        self._memory.adopt_foreign(storage, index, foreign)
+        self._memory.own_foreign(storage, index, foreign)
         return storage
 
 

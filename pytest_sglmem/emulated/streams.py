@@ -69,6 +69,15 @@ def stream_types(emulation: Emulation) -> tuple[type, type, type]:
         def synchronize(self) -> None:
             """Wait until all is done: it is."""
 
+        def is_capturing(self) -> bool:
+            """Whether a graph is captured from it: graphs are not emulated."""
+            return False
+
+        @property
+        def native_handle(self) -> int:
+            """As `cuda_stream`."""
+            return self.cuda_stream
+
         def wait_event(self, event: Any) -> None:
             """Later work waits for the event: it does."""
             event.wait(self)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .memory import CPU, Memory, Owned
+from .memory import CPU, Memory, Owned, storage_of
 from .patches import Patches
 from .threads import PerThread
 
@@ -151,7 +151,6 @@ def _install_tensor(patches: Patches, emulation: Emulation, moves: Moves) -> Non
     real_is_cpu = cls.is_cpu.__get__  # type: ignore[attr-defined]
     real_numpy, real_pointer, real_cpu, real_cuda = cls.numpy, cls.data_ptr, cls.cpu, cls.cuda
     real_type = cls.type
-    storage_of = torch._C.TensorBase.untyped_storage  # type: ignore[attr-defined]
 
     def owned_by(tensor: torch.Tensor) -> Owned | None:
         try:
@@ -199,7 +198,7 @@ def _install_tensor(patches: Patches, emulation: Emulation, moves: Moves) -> Non
         address = real_pointer(self)
         if owned is None or not address:
             return address
-        return address - storage_pointer(storage_of(self)) + _address(owned)
+        return address - storage_pointer(storage_of(self)) + owned.address
 
     def type_(self: torch.Tensor, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
         if owned_by(self) is not None and dtype is None:
@@ -220,12 +219,6 @@ def _install_tensor(patches: Patches, emulation: Emulation, moves: Moves) -> Non
     )
     patches.set(torch, "get_device", lambda tensor: tensor.get_device())
     del real_cuda
-
-
-def _address(owned: Owned) -> int:
-    if owned.foreign is not None:
-        return owned.foreign.address
-    return owned.block.address if owned.block is not None else 0
 
 
 def _named(function: Callable[..., Any], like: Any) -> Callable[..., Any]:
@@ -251,7 +244,7 @@ def _install_storage(patches: Patches, emulation: Emulation, moves: Moves) -> No
 
     def data_ptr(self: torch.UntypedStorage) -> int:
         owned = where.get(self._cdata)
-        return real_pointer(self) if owned is None else _address(owned)
+        return real_pointer(self) if owned is None else owned.address
 
     def resize_(self: torch.UntypedStorage, size: int) -> Any:
         answer = real_resize(self, size)
