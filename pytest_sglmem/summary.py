@@ -15,6 +15,12 @@ from .document import ALARMS, ORDER, Document, Fired, Gc, IpcFault, LiveBytes, P
 
 SCREEN = 23  # lines of a classic terminal less the title of the section: what the default summary keeps to
 GITHUB_ROWS = 100
+_WITH_HELP = {
+    "late": "comes back only after torch.cuda.ipc_collect()",
+    "cyclic": "comes back only through the cyclic collector",
+}
+_INDENT = " " * 6
+_RANKS_ROOM = 12  # columns: "ranks 0-2, 5"
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,13 +174,17 @@ def settled(check: LiveBytes) -> int:
 
 
 def _short_ranks(ranks: Sequence[int], size: int) -> str:
-    return f"all {size}" if len(ranks) == size and size > 1 else words.ranks(ranks)
+    if len(ranks) == size and size > 1:
+        return f"all {size}"
+    text = words.ranks(ranks)
+    return text if len(text) <= _RANKS_ROOM else f"{len(ranks)} of {size}"
 
 
 def _bytes_cause(check: LiveBytes) -> str:
     if check["verdict"] not in ALARMS:
         return ""
-    parts = [f"{site['site']}  {site['mechanism']}" for site in check["sites"][:1]]
+    parts = [_WITH_HELP[check["verdict"]]] if check["verdict"] in _WITH_HELP else []
+    parts += [f"{site['site']}  {site['mechanism']}" for site in check["sites"][:1]]
     parts += [f"{fault['opens']} opens{_counter(fault)}" for fault in check["ipc"]["faults"][:1]]
     if len(check["sites"]) > 1:
         parts.append(f"+{len(check['sites']) - 1} more")
@@ -262,9 +272,23 @@ def _gc_full(growth: Gc) -> Iterator[str]:
         yield growth["note"]
 
 
-def _line(row: Row, width: int) -> str:
-    head = f"{row.shown_word:<8} {row.amount:>17} {row.ranks:<7} {row.series:<8} "
-    return (head + _shortened_name(row.name, max(width - len(head), 12))).rstrip()
+def _aligned(rows: Sequence[Row], width: int) -> list[str]:
+    """A line a row, in columns that are as wide as these rows need; names are shortened to what is left of `width`."""
+    if not rows:
+        return []
+    columns = [[row.shown_word, row.amount, row.ranks, row.series] for row in rows]
+    word, amount, ranks, series = (max(map(len, column)) for column in zip(*columns, strict=True))
+    room = max(width - word - amount - ranks - series - 4, 12)
+    return [
+        " ".join(
+            [
+                f"{row.shown_word:<{word}} {row.amount:>{amount}}",
+                *([f"{row.ranks:<{ranks}} {row.series:<{series}}"] if series else []),
+                _shortened_name(row.name, room),
+            ]
+        )
+        for row in rows
+    ]
 
 
 def _screen(rows: Sequence[Row], width: int, room: int) -> list[str]:
@@ -275,11 +299,12 @@ def _screen(rows: Sequence[Row], width: int, room: int) -> list[str]:
     alarming = alarming[:room]
     causes = min(room - len(alarming), sum(bool(row.cause) for row in alarming))
     clean = [row for row in rows if not row.alarming][: room - len(alarming) - causes]
+    shown = [*alarming, *clean]
     lines: list[str] = []
-    for row in [*alarming, *clean]:
-        lines.append(_line(row, width))
+    for row, line in zip(shown, _aligned(shown, width), strict=True):
+        lines.append(line)
         if row.cause and causes:
-            lines.append(shortened(f"{'':<8} {row.cause}", width))
+            lines.append(shortened(_INDENT + row.cause, width))
             causes -= 1
     left = len(rows) - len(alarming) - len(clean)
     if wanted > room:
@@ -288,9 +313,9 @@ def _screen(rows: Sequence[Row], width: int, room: int) -> list[str]:
 
 
 def _all_lines(rows: Sequence[Row]) -> Iterator[str]:
-    for row in rows:
-        yield _line(row, 10_000)
-        yield from (f"{'':<8} {text}" for text in row.full)
+    for row, line in zip(rows, _aligned(rows, 10_000), strict=True):
+        yield line
+        yield from (_INDENT + text for text in row.full)
 
 
 def _cell(text: str) -> str:

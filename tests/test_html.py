@@ -201,11 +201,11 @@ class TestCharts:
         assert [line.name for line in charts.lines(check)] == ["ranks 0, 2", "rank 1"]
 
     def test_growth_is_one_line_for_ranks_that_grew_alike(self):
-        (check,) = sessions.entry("t.py::a", sessions.verdict("leak", guilty=(1, 2)))["live_bytes"]
+        (check,) = sessions.entry("t.py::a", sessions.verdict("leak", guilty=(1, 2, 3)))["live_bytes"]
         drawn = charts.growth(charts.lines(check))
         assert drawn.count('class="line" /></g>') == 2
-        assert "ranks 1-2: 192 MiB since cycle 1" in drawn
-        assert "ranks 0, 3-7: 0 B since cycle 1" in drawn
+        assert "ranks 1-3: 192 MiB since cycle 1" in drawn
+        assert "ranks 0, 4-7: 0 B since cycle 1" in drawn
 
     @pytest.mark.parametrize("steps", [1, 2, 239, 240, 241, 479, 480, 481, 482, 1000, 100_000])
     def test_thinned_keeps_peaks_ends_and_order(self, steps):

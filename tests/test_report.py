@@ -256,10 +256,21 @@ class TestTerminal:
     def test_a_leak_says_everything(self):
         document = sessions.document(sessions.entry("t.py::a", sessions.verdict("leak", guilty=(0, 1, 2, 5))))
         first, cause, slowest, counted = report.terminal_lines(document, 80)
-        assert first == "LEAK!      +64 MiB a cycle ranks 0-2, 5 ▁▃▆█     t.py::a"
+        assert first == "LEAK! +64 MiB a cycle ranks 0-2, 5 ▁▃▆█ t.py::a"
         assert cause.strip() == "ulysses.py:41 in share  ipc-over-released  7 opens, counter -6  +1 more"
         assert slowest == "slowest step: 1.250 s, rank 7, cycle 0, step 2 (1x3072x24x128), t.py::a"
         assert counted == "sglmem: 1 LEAK"
+
+    def test_columns_are_aligned(self):
+        checks = [sessions.verdict("leak", guilty=(1,)), sessions.verdict(), sessions.growth()]
+        lines = report.terminal_lines(sessions.document(sessions.entry("t.py::name", *checks)), 80)
+        assert (
+            len({line.index("t.py::name") for line in lines if line.endswith("t.py::name") and "slow" not in line}) == 1
+        )
+
+    def test_many_ranks_are_counted(self):
+        document = sessions.document(sessions.entry("t.py::a", sessions.verdict("leak", guilty=(0, 2, 4, 6, 7))))
+        assert report.terminal_lines(document)[0] == "LEAK! +64 MiB a cycle 5 of 8 ▁▃▆█ t.py::a"
 
     def test_clean_is_small_letters_and_has_no_cause(self):
         first, *_ = report.terminal_lines(sessions.document(sessions.entry("t.py::a", sessions.verdict())), 80)
@@ -275,9 +286,14 @@ class TestTerminal:
         assert cause.strip() == "dict +4, list +2, Request +1, tuple +1"
         assert counted == "sglmem: 1 GROWING"
 
+    @pytest.mark.parametrize(("word", "help"), [("late", "torch.cuda.ipc_collect()"), ("cyclic", "cyclic collector")])
+    def test_what_comes_back_says_with_whose_help(self, word, help):
+        document = sessions.document(sessions.entry("t.py::a", sessions.verdict(word)))
+        assert help in report.terminal_lines(document)[1]
+
     def test_late_names_its_rank(self):
         document = sessions.document(sessions.entry("t.py::a", sessions.verdict("late")))
-        assert report.terminal_lines(document)[0].startswith("LATE!          +3 MiB late rank 7 ")
+        assert report.terminal_lines(document)[0].startswith("LATE! +3 MiB late rank 7 ")
 
     def test_quiet(self):
         clean = sessions.document(sessions.entry("t.py::a", sessions.verdict("filling")))
