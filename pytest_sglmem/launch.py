@@ -31,6 +31,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -532,8 +533,8 @@ def serve(fd: str, folder: str, path: str, *preload: str) -> None:
         except ImportError as error:
             if name == "torch":
                 raise SystemExit(f"a world needs torch: {error}") from error
-    # Ranks share these pages: a collection in a rank neither walks nor copies them. No collection before: it would leave
-    # holes in them, which ranks then fill, a copied page for each (6 MB a rank more).
+    # Ranks share these pages: a collection in a rank neither walks nor copies them. No collection before: it would
+    # leave holes in them, which ranks then fill, a copied page for each (6 MB a rank more).
     gc.freeze()
     _Server(socket.socket(fileno=int(fd)), Path(folder)).run()
 
@@ -610,12 +611,16 @@ class _Server:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             self.socket.close()
             status = far_side.main(socket.socket(fileno=fd), Path(folder), rank)
+        except SystemExit as end:  # of an exit function of the code under test
+            status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(status)
 
     def _reap(self) -> None:
         for pid in list(self.ranks):
-            # WNOWAIT: while the dead rank still holds its id, whatever it started can be killed without hitting another's
+            # WNOWAIT: while the dead rank still holds its id, what it started can be killed and nobody else hit
             ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if ended is None:
                 continue

@@ -84,15 +84,15 @@ def _redirect(folder: Path, rank: int) -> None:
     os.close(out)
     os.close(null)
     # write_through: what a rank printed before it was killed is in the file
-    sys.stdin = sys.__stdin__ = open(0, closefd=False)
+    sys.stdin = sys.__stdin__ = open(0, closefd=False)  # type: ignore[misc]  # noqa: SIM115
     sys.stdout = sys.__stdout__ = _text(1)  # type: ignore[misc]
     sys.stderr = sys.__stderr__ = _text(2)  # type: ignore[misc]
     sys.breakpointhook = _no_terminal
 
 
 def _text(fd: int) -> io.TextIOWrapper:
-    raw = io.FileIO(fd, "w", closefd=False)
-    return io.TextIOWrapper(io.BufferedWriter(raw), encoding="utf-8", errors="backslashreplace", write_through=True)
+    raw = io.FileIO(fd, "w", closefd=False)  # without a buffer, as under python -u
+    return io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", write_through=True)
 
 
 def _no_terminal(*_: object, **__: object) -> NoReturn:
@@ -181,16 +181,11 @@ class Rank:
         torch.manual_seed(spec.seed)
         device = self._enter_device(torch, local)
         from .faults import armed
-
-        try:
-            from .ipc import Ledger
-        except ImportError:
-            Ledger = None
-
-        self._ledger = self._stack.enter_context(Ledger(self.rank)) if Ledger is not None else None
+        from .ipc import Ledger
         from .tracing import Hands
 
-        self._hands = Hands.take()  # before any fault is armed: faults strike the code under test only
+        self._ledger = self._stack.enter_context(Ledger(self.rank))
+        self._hands = Hands.take()  # before faults are armed: they strike the code under test, not the harness
         self._stack.enter_context(self.notes.watching())
         faults = self._stack.enter_context(contextlib.ExitStack())
         self._armed.append((faults.enter_context(armed(spec.faults, rank=self.rank, seed=spec.seed)), faults))
@@ -517,7 +512,7 @@ def _collective(tb: TracebackType | None) -> str:
 
 
 def forget(error: BaseException | None, seen: frozenset[int] = frozenset()) -> None:
-    """Let go of everything the frames of an exception (and of those it came from) hold: held frames are held tensors."""
+    """Let go of all that the frames of an exception (and of those it came from) hold: held frames are held tensors."""
     if error is None or id(error) in seen:
         return
     seen = seen | {id(error)}

@@ -24,7 +24,7 @@ _TRACING = os.path.join(os.path.dirname(os.path.abspath(__file__)), "tracing.py"
 _DISTRIBUTED = f"{os.sep}torch{os.sep}distributed{os.sep}"
 _WRAPPERS = frozenset(("wrapper", "inner", "noted", "gated", "carry_out", "_fn", "decorate_context"))
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
-SETTLE = 0.02  # seconds without a new byte after which a dump is taken as whole: one write a line, microseconds apart
+SETTLE = 0.005  # seconds without a new byte after which a dump is taken as whole: its lines are microseconds apart
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,7 @@ class Where:
 
     frames: tuple[Frame, ...]
     text: str = ""
+    threads: int = 0
 
     @property
     def collective(self) -> str:
@@ -58,7 +59,7 @@ class Where:
         """In a word: "wanders_off (file.py:41)"."""
         if not self.lines:
             tracing = any(file == _TRACING for file, _, _ in self.frames)
-            return "a quiet point of the trace" if tracing else "the harness" if self.frames else "no Python code"
+            return "a quiet point of the trace" if tracing else "the harness, answering" if self.frames else "no Python code"
         place, _, name = self.lines[0].rpartition(" in ")
         return f"{name} ({place})"
 
@@ -70,7 +71,7 @@ def look(
     limit: float = 0.5,
     clock: Callable[[], float] = time.monotonic,
 ) -> dict[int, Where]:
-    """Have these ranks write their stacks, all at once, and read them. A stopped rank has none within `limit` seconds."""
+    """Have these ranks write their stacks, all at once, and read them. A stopped rank has none within `limit`."""
     before = {rank: len(processes[rank].stacks()) for rank in ranks}
     for rank in before:
         processes[rank].signal(STACKS_SIGNAL)
@@ -97,8 +98,8 @@ def where(dump: str) -> Where:
     for frames in threads:
         if any(file == _FAR_SIDE for file, _, _ in frames):
             first = next(index for index, (file, _, _) in enumerate(frames) if file == _FAR_SIDE and index)
-            return Where(tuple(frames[:first]), dump)
-    return Where(tuple(threads[-1]) if threads else (), dump)
+            return Where(tuple(frames[:first]), dump, len(threads))
+    return Where(tuple(threads[-1]) if threads else (), dump, len(threads))
 
 
 def compare(ledgers: Mapping[int, bytes]) -> list[str]:
@@ -167,14 +168,29 @@ def _behind(ledger: bytes, front: Mapping[str, int]) -> bool:
     return any(reached.get(group, 0 if group == default else number) < number for group, number in front.items())
 
 
-def silent_message(
-    what: str, limit: float, seen: Mapping[int, Where], answered: Iterable[int], ledgers: Mapping[int, bytes]
-) -> str:
-    """All that is to be said of ranks that gave no answer within `limit` seconds."""
-    silent = tuple(sorted(seen))
-    lines = [f"{ranks_text(silent)} gave no answer within {limit:g} s, in {what}", waits(seen, answered, ledgers)]
-    lines += compare(ledgers)
-    return "\n".join([*lines, "", *stack_lines(seen)])
+def silent_message(head: str, seen: Mapping[int, Where], answered: Iterable[int], ledgers: Mapping[int, bytes]) -> str:
+    """All that is to be said of ranks that gave no answer: `head`, where each is, where their collectives differ."""
+    return "\n".join([head, waits(seen, answered, ledgers), *compare(ledgers), "", *stack_lines(seen)])
+
+
+def left_behind(waiting: Iterable[int], answered: Iterable[int], ledgers: Mapping[int, bytes]) -> bool:
+    """Whether, by their notes, a waiting rank went into a collective of all that one which answered never joined."""
+    fronts = [note for rank in waiting if (note := last(ledgers[rank])) is not None and needs_all(note)]
+    return any(_behind(ledgers[rank], {note.group: note.number}) for note in fronts for rank in answered)
+
+
+def deadlocked(seen: Mapping[int, Where], answered: Iterable[int], ledgers: Mapping[int, bytes]) -> bool:
+    """Whether it is proven that a rank waits for ever: in a collective that needs all its group, without one that has
+    returned and has no thread left that could still join.
+    """
+    idle = [rank for rank in answered if seen[rank].threads == 1]
+    stuck = [rank for rank, at in seen.items() if at.collective and rank not in set(answered)]
+    return left_behind(stuck, idle, ledgers)
+
+
+def needs_all(note: Collective) -> bool:
+    """Whether no rank comes out of it before all went in. A broadcast, say, may leave its source at once."""
+    return note.name.startswith(("all_", "barrier", "reduce_scatter"))
 
 
 def stack_lines(seen: Mapping[int, Where], limit: int = 12) -> list[str]:

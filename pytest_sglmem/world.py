@@ -45,11 +45,11 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 START_LIMIT = 60.0  # seconds for ranks to come up, at least: 0.2 s for 8 on a quiet machine
 RAISED_GRACE = 1.0  # seconds that peers get to answer too, once a rank has raised: most raise the same
-DIED_GRACE = 0.05  # seconds, once a rank has died: its peers' collectives fail at once where they can
+DIED_GRACE = 0.03  # seconds, once a rank has died: its peers' collectives fail at once where they can
 TERM_LIMIT = 0.3  # seconds from SIGTERM to SIGKILL
 FINISH_LIMIT = 10.0  # seconds to leave the process group and run exit functions
-STACKS_LIMIT = 0.5  # seconds for the stacks of all ranks to be written: 1 ms each, unless a rank is stopped
 SEND_LIMIT = 10.0  # seconds for an idle rank to take a call in
+STALL_LOOK = 1.0  # seconds between two looks whether ranks wait for one that has returned
 LAST_LINES = 10  # lines of a dead rank's output that its failure quotes; the report section has all
 LIVE_EVERY = 0.1  # seconds between two looks at what ranks printed, under -s
 
@@ -68,7 +68,7 @@ class RankError(Exception):
 
 
 class RankRaised(RankError):
-    """The call raised in these ranks, the same in each. `type`, `text`: the exception's; the message has its traceback."""
+    """The call raised in these ranks, alike in each. `type`, `text`: the exception's, as text."""
 
     def __init__(self, message: str, ranks: Iterable[int], raised: RaisedText) -> None:
         super().__init__(message, ranks)
@@ -102,6 +102,7 @@ class _Round:
     waiting: set[int]
     answers: dict[int, Answer] = field(default_factory=dict)
     died: dict[int, int | None] = field(default_factory=dict)
+    stuck: bool = False
 
     @property
     def raised(self) -> dict[int, RaisedText]:
@@ -113,6 +114,28 @@ class _Round:
         if self.died:
             return DIED_GRACE
         return RAISED_GRACE if self.raised else None
+
+
+class _Stall:
+    """Whether a call can be over before its limit: a rank waits in a collective for one that has returned."""
+
+    def __init__(self, processes: dict[int, RankProcess]) -> None:
+        self._processes = processes
+        self._next = time.monotonic() + STALL_LOOK
+        self._counts: dict[int, bytes] = {}
+
+    def proven(self, current: _Round) -> bool:
+        """Looks no more often than every STALL_LOOK seconds, and at stacks only once two looks saw no movement."""
+        if not current.answers or time.monotonic() < self._next:
+            return False
+        self._next = time.monotonic() + STALL_LOOK
+        ledgers = {rank: self._processes[rank].ledger() for rank in (*current.waiting, *current.answers)}
+        still = ledgers == self._counts
+        self._counts = ledgers
+        if still and stacks.left_behind(current.waiting, current.answers, ledgers):
+            seen = stacks.look(self._processes, ledgers)
+            current.stuck = stacks.deadlocked(seen, tuple(current.answers), ledgers)
+        return current.stuck
 
 
 class World:
@@ -127,6 +150,7 @@ class World:
         self._groups = 0
         self._outputs: list[str] | None = None
         self._printed: dict[int, int] = {}
+        self._skipped: dict[int, int] = {}
         self._sent: tuple[object, ...] = ((), (), None)
         self._armed: list[tuple[Fault, ...]] = []
         self._last_fired: dict[int, dict[str, int]] = {}
@@ -212,11 +236,11 @@ class World:
         timeout: float | None = None,
         args: tuple[object, ...] = (),
     ) -> Trace:
-        """Trace a program: `setup(*args)` runs once in each rank and returns `step`; `step(g)` runs for each `g` of `over`,
-        the whole list once a cycle.
+        """Trace a program: `setup(*args)` runs once in each rank and returns `step`; `step(g)` runs for each `g` of
+        `over`, the whole list once a cycle.
 
         `cycles`: how many are judged, or (least, most): stop as soon as the verdict is settled; `warmup`: cycles before
-        those; `timeout`: seconds for the whole trace. Raises ValueError or TypeError for wrong arguments, else as `run`.
+        those; `timeout`: seconds for the whole trace. Raises ValueError or TypeError for wrong arguments, or as `run`.
         """
         __tracebackhide__ = True
         geometries = _checked_trace(setup, over, cycles, warmup, args)
@@ -272,6 +296,10 @@ class World:
             self._restart()
             return
         self._groups += 1
+        self._skipped = {
+            rank: len(process.output().decode(errors="replace")) for rank, process in self._processes.items()
+        }
+        self._printed.clear()
         try:
             done = self._call(
                 range(self.size), "renew", (f"store-{self._groups}", ()), "renewal of the group", self._start_limit()
@@ -348,36 +376,35 @@ class World:
         return [pickle.dumps((0, "settings", (path, filters, self._spec.showlocals)))]
 
     def _collect(self, current: _Round) -> _Round:
-        """Wait for all at once, until all answered or ended, or the time is over (sooner where a rank is in trouble)."""
+        """Wait for all at once, until all answered or ended, the time is over, or no more can come."""
         poll = select.poll()
-        by_fd = {self._processes[rank].pipe.fileno(): rank for rank in current.waiting}
-        for fd in (*by_fd, self._launcher.fileno()):
+        pipes = {self._processes[rank].pipe.fileno(): rank for rank in current.waiting}
+        for fd in (*pipes, self._launcher.fileno()):
             poll.register(fd, select.POLLIN)
-        begun = time.monotonic()
-        end = begun + current.limit
-        shortened = False
-        slice_ = LIVE_EVERY if self._spec.live_output else 3600.0
+        pause = LIVE_EVERY if self._spec.live_output else STALL_LOOK
+        end, shortened = time.monotonic() + current.limit, False
+        stall = _Stall(self._processes)
         self._bury(current)
         while current.waiting:
             if not shortened and current.trouble is not None:
                 end, shortened = min(end, time.monotonic() + current.trouble), True
             left = end - time.monotonic()
-            if left <= 0:
+            if left <= 0 or stall.proven(current):
                 break
-            for fd, _ in poll.poll(max(1, 1000 * min(left, slice_))):
-                if fd in by_fd and by_fd[fd] in current.waiting:
-                    if not self._take(current, by_fd[fd]):
-                        poll.unregister(fd)
-                elif fd not in by_fd:
-                    self._launcher.listen()
-                    self._bury(current)
-                    if self._launcher.broken:
-                        raise LaunchError(self._launcher.broken)
-            if self._spec.live_output:
-                self._print_live()
-        if self._spec.live_output:
+            for fd, _ in poll.poll(max(1, 1000 * min(left, pause))):
+                if fd in pipes and not self._take(current, pipes[fd]):
+                    poll.unregister(fd)
+                elif fd not in pipes:
+                    self._news_of_ends(current)
             self._print_live()
+        self._print_live()
         return current
+
+    def _news_of_ends(self, current: _Round) -> None:
+        self._launcher.listen()
+        self._bury(current)
+        if self._launcher.broken:
+            raise LaunchError(self._launcher.broken)
 
     def _take(self, current: _Round, rank: int) -> bool:
         """Read what this rank sent. False where nothing more can come."""
@@ -390,7 +417,7 @@ class World:
             if isinstance(record, Progress):
                 if self.on_progress is not None:
                     self.on_progress(record)
-            elif record.call == current.number and record.rank == rank:
+            elif (record.call, record.rank) == (current.number, rank):
                 current.answers[rank] = record
                 current.waiting.discard(rank)
         return True
@@ -406,15 +433,18 @@ class World:
                 current.waiting.discard(rank)
                 current.died[rank] = code
             self._ended[rank] = _ending(code)
+            self._why_broken = self._why_broken or f"rank {rank} ended in {current.what}: {_ending(code)}"
 
     # ------------------------------------------------------------------------------------ judging a round
 
     def _raise_for(self, current: _Round) -> None:
         """Nothing where every rank has handed in its receipt; else what happened, as one exception."""
         __tracebackhide__ = True
-        self._repeat_warnings(current)
         if not (current.waiting or current.died or current.raised):
+            self._repeat_warnings(current)
             return
+        with contextlib.suppress(Warning):  # one that is an error here must not hide what happened
+            self._repeat_warnings(current)
         problems = self._problems(current)
         if current.waiting or current.died:
             self._break(current)
@@ -442,8 +472,10 @@ class World:
             problems.append(RankRaised(_raised_message(current, ranks, text, peers, self.size), ranks, text))
         if current.waiting and not problems and not current.raised:
             stacks.keep(Path(self._spec.artifacts), seen)
-            text_ = stacks.silent_message(current.what, current.limit, seen, current.answers, ledgers)
-            problems.append(RankSilent(text_, current.waiting))
+            head = f"{ranks_text(tuple(current.waiting))} of {self.size} "
+            head += "wait for what cannot come" if current.stuck else f"gave no answer within {current.limit:g} s"
+            told = stacks.silent_message(f"{head}, in {current.what}", seen, current.answers, ledgers)
+            problems.append(RankSilent(told, current.waiting))
         return problems
 
     def _died_message(self, current: _Round, ranks: tuple[int, ...], code: int | None, peers: _Peers) -> str:
@@ -462,7 +494,7 @@ class World:
 
     def _repeat_warnings(self, current: _Round) -> None:
         """What ranks were warned of is said here again, once for each distinct text, with the ranks."""
-        given: dict[tuple[object, ...], list[int]] = {}
+        given: dict[tuple[bytes, str, str, int], list[int]] = {}
         for rank, answer in sorted(current.answers.items()):
             for warning in answer.warnings:
                 key = (warning.category, warning.message, warning.filename, warning.lineno)
@@ -470,7 +502,7 @@ class World:
                     given[key].append(rank)
         for (category, message, filename, lineno), ranks in given.items():
             text = f"{ranks_text(tuple(ranks))}: {message}"
-            warnings.warn_explicit(text, pickle.loads(category), filename, lineno)  # type: ignore[arg-type]
+            warnings.warn_explicit(text, pickle.loads(category), filename, lineno)
 
     def _value(self, answer: Answer) -> object:
         if answer.value is None:
@@ -558,7 +590,7 @@ class World:
             select.select([self._launcher], [], [], wait)
 
     def _finish(self) -> RankError | None:
-        """The orderly end: all ranks leave the group together and exit with status 0. What went wrong, if anything did."""
+        """The orderly end: all ranks leave the group together and exit with status 0. Returns what went wrong."""
         ranks = self._alive()
         try:
             done = self._call(ranks, "finish", (), "the end of the world", FINISH_LIMIT)
@@ -588,13 +620,14 @@ class World:
     def _output(self, rank: int) -> str:
         if rank not in self._processes:
             return ""
-        return self._processes[rank].output().decode(errors="replace")
+        return self._processes[rank].output().decode(errors="replace")[self._skipped.get(rank, 0) :]
 
     def _print_live(self) -> None:
+        if not self._spec.live_output:
+            return
         for rank in sorted(self._processes):
-            text = self._output(rank)
-            new = text[self._printed.get(rank, 0) :]
-            whole = new[: new.rfind("\n") + 1]
+            text = self._output(rank)[self._printed.get(rank, 0) :]
+            whole = text[: text.rfind("\n") + 1]
             self._printed[rank] = self._printed.get(rank, 0) + len(whole)
             for line in whole.splitlines():
                 print(f"[rank {rank}] {line}", flush=True)
