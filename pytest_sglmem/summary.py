@@ -207,7 +207,7 @@ def _bytes_full(check: LiveBytes) -> Iterator[str]:
         yield from (f"  from {frame}" for frame in site["stack"][1:])
         yield from (f"  held by {chain}" for chain in site["held_by"])
     if check["slowest"]:
-        yield f"slowest step: {_step_text(check, check['slowest'])}"
+        yield f"slowest step: {_step_text(check, check['slowest'])}{_shape(check, check['slowest'])}"
     for fault in check["ipc"]["faults"]:
         each = f"{fault['handles']} handles of {fault['site']}, {fault['opens']} opens each{_counter(fault)}"
         yield f"ipc {fault['kind']}: {each}, {words.size(fault['bytes'])}, by {_by(fault)}"
@@ -222,19 +222,24 @@ def _bytes_full(check: LiveBytes) -> Iterator[str]:
 def _step_text(check: LiveBytes, step: SlowStep) -> str:
     length = len(check["geometries"])
     cycle, index = divmod(step["step"], length) if length else (0, step["step"])
-    shape = f" ({check['geometries'][index]})" if length else ""
-    return f"{step['seconds']:.3f} s, rank {step['rank']}, cycle {cycle}, step {index}{shape}"
+    return f"{step['seconds']:.3f} s, rank {step['rank']}, cycle {cycle}, step {index}"
+
+
+def _shape(check: LiveBytes, step: SlowStep) -> str:
+    return f" of {check['geometries'][step['step'] % len(check['geometries'])]}" if check["geometries"] else ""
 
 
 def _slowest_of_all(document: Document, width: int) -> Iterator[str]:
     steps = [
-        (check["slowest"]["seconds"], f"{_step_text(check, check['slowest'])}, {test['nodeid']}")
+        (check["slowest"]["seconds"], _step_text(check, check["slowest"]), test["nodeid"])
         for test in document["tests"]
         for check in test["live_bytes"]
         if check["slowest"]
     ]
     if steps:
-        yield shortened(f"slowest step: {max(steps)[1]}", width)
+        _, text, nodeid = max(steps)
+        said = f"slowest step: {text}, "
+        yield said + _shortened_name(nodeid, max(width - len(said), 12))
 
 
 def _series_lines(check: LiveBytes) -> Iterator[str]:

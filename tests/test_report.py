@@ -258,7 +258,7 @@ class TestTerminal:
         first, cause, slowest, counted = report.terminal_lines(document, 80)
         assert first == "LEAK! +64 MiB a cycle ranks 0-2, 5 ▁▃▆█ t.py::a"
         assert cause.strip() == "ulysses.py:41 in share  ipc-over-released  7 opens, counter -6  +1 more"
-        assert slowest == "slowest step: 1.250 s, rank 7, cycle 0, step 2 (1x3072x24x128), t.py::a"
+        assert slowest == "slowest step: 1.250 s, rank 7, cycle 0, step 2, t.py::a"
         assert counted == "sglmem: 1 LEAK"
 
     def test_columns_are_aligned(self):
@@ -317,6 +317,7 @@ class TestTerminal:
         assert "full collection before 41.2 ms, after 388.9 ms" in text
         assert "fault ipc.export@rank=1=one-handle fired (rank 1: 14)" in text
         assert "rank 7: " in text
+        assert "slowest step: 1.250 s, rank 7, cycle 0, step 2 of 1x3072x24x128" in text
 
     def test_ranks_alike_share_a_line(self):
         made = sessions.verdict("flat", size=4)
