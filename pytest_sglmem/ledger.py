@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _ROUND = 512
 # A drop makes torch look at its whole limbo. The ledger looks at the newest of it (Python is slower than C++ by so
-# much) and at the rest when a step begins or the limbo is collected.
+# much) and at all of it at a collection; what it overlooked meanwhile shows in the addresses that are live.
 _GLANCE = 64
 _MAPPED_FILES = 64
 _ABSENT = object()
@@ -213,13 +213,12 @@ class Ledger:
         """From now on, exports and opens belong to `step`."""
         self._step = step
         if self._handles:
-            self._swept(self._custody.look)
             self._unmap()
 
     def reading(self) -> tuple[tuple[Export, ...], tuple[Open, ...]]:
         """Everything exported and opened since the ledger was entered, counters as they are now."""
         self._find_emptied()
-        self._swept(self._custody.collect)
+        self._swept(None)
         kept = frozenset(block.address for block in self._blocks if not block.freed)
         live = _live_blocks(kept) if kept else {}
         if live is not None:
@@ -292,8 +291,9 @@ class Ledger:
         self._swept(None)
 
     def _swept(self, sweep: Callable[[], list[int]] | None) -> None:
-        """Bring custody up to date. A storage may die in the middle of it (the collector runs when it likes), so drops
-        are queued, and whoever is at it takes them.
+        """Follow torch: `sweep` as it just did, then the drops. A storage may die in the middle of this (the collector
+        runs when it likes), so drops are queued, and whoever is at it takes them. Never sweep when torch did not: what
+        is released and not collected is still in limbo.
         """
         if self._busy:
             return

@@ -8,7 +8,9 @@ from truth import record
 from truth.schedules import Contract, Schedule, generate, play
 
 from pytest_sglmem import emulated_cuda
+from pytest_sglmem.audit import audit
 from pytest_sglmem.contract import reads_unsigned
+from pytest_sglmem.ledger import Ledger
 
 TRUTH = Path(__file__).parents[1] / "fixtures" / "truth"
 TABLE = json.loads((TRUTH / "table.json").read_text())["rows"]
@@ -94,7 +96,8 @@ def test_the_emulated_device_agrees_with_a_recording(path, stage):
 def test_the_contract_agrees_with_the_emulated_device(devices, stage):
     stage.devices = devices
     schedules = [generate(seed, devices=devices, kills=seed == 0) for seed in range(30)]
-    played = record.record(stage, schedules, seconds=60)
+    played, mistaken = record.record(stage, schedules, seconds=60)
+    assert mistaken == []
     assert len(played) == len(schedules)
     assert sum(schedule.kills for schedule in schedules) >= 1
     recording = {"devices": devices, "unsigned": reads_unsigned(), "schedules": played}
@@ -103,6 +106,25 @@ def test_the_contract_agrees_with_the_emulated_device(devices, stage):
 
 def test_the_emulated_device_reads_the_counter_as_its_torch_does(stage):
     assert stage.frees_below_zero() is not reads_unsigned()
+
+
+def watched(stage, *steps):
+    """The fault that the audit names after these steps, consumer `c` being rank `c + 1`; the last one is killed."""
+    with Ledger(0) as ledger:
+        list(play(Schedule(2, 1, [["a", 512, 0], ["x", 0], *steps]), stage))
+        exports, opens = ledger.reading()
+        faults = audit(exports, opens, dead=[1])
+    return faults
+
+
+def test_a_peer_that_was_killed_is_named(stage):
+    (fault,) = watched(stage, ["o", 0, 0], ["k", 0], ["d", 0], ["i"])
+    assert (fault.kind, fault.counter, fault.by_ranks, fault.bytes) == ("dead-peer", 1, (1,), 512)
+    assert "fixtures/truth/record.py:" in fault.site
+
+
+def test_a_live_process_releases_for_the_dead_as_the_advice_says(stage):
+    assert watched(stage, ["o", 0, 0], ["k", 0], ["d", 0], ["o", 0, 1], ["c", 1], ["i"]) == ()
 
 
 # What follows breaks the truth on purpose: a replay that could not fail would show nothing.
