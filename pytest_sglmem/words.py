@@ -1,34 +1,39 @@
 """How verdicts, growth and numbers read: the one place where a record becomes text.
 
-Lines stay under 80 columns where the user's own paths allow it, use no colour, and name rank, number, limit, cause and
-next move. It judges nothing and imports no torch.
+Lines stay within 80 columns where the user's own paths allow it, need no colour, and name rank, number, limit, cause
+and next move. Ranks that say the same share a line, so eight ranks are as readable as two. It judges nothing and
+imports no torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from .records import Growth, IpcFault, SiteVerdict, Verdict
+from .records import Growth, IpcFault, Mechanism, SiteVerdict, Verdict
 
 _BARS = "▁▂▃▄▅▆▇█"
 _WIDTH = 80
-_MECHANISMS = {
-    "retained": "retained: a Python object keeps the tensor",
-    "ipc-over-released": "over-released: one IPC handle, opened more than once",
-    "ipc-never-opened": "never opened: the IPC handle was given out and nobody took it",
-    "ipc-held-by-peer": "held by a peer that still maps it",
-    "ipc-dead-peer": "held by a peer that died with it open",
-    "outside-torch": "outside torch's allocator (context, NCCL, raw cudaMalloc)",
-    "unknown": "unknown: no Python object holds it, no IPC handle was made of it",
+_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
+_ROWS = 16  # ranks that have a row each in the series
+_CALLERS = 4  # lines of a stack that are shown under the user's own
+_BECAUSE: Mapping[Mechanism, str] = {
+    "retained": "a Python object keeps the tensor",
+    "ipc-over-released": "one IPC handle was released more often than it was given out",
+    "ipc-never-opened": "an IPC handle was given out and nobody opened it",
+    "ipc-held-by-peer": "a peer still maps the block",
+    "ipc-dead-peer": "a peer died while it mapped the block",
+    "outside-torch": "not torch's allocator: a context, a communicator, a raw cudaMalloc",
+    "unknown": "no Python object refers to it and no IPC handle was made of it",
 }
-_NEXT = {
-    "retained": "Drop the tensor where the step ends, or give what keeps it a bound.",
-    "ipc-over-released": "Export one handle for each peer that opens it (reduce_tensor once a peer).",
-    "ipc-never-opened": "Export only what a peer will open, or open and drop it in the peer.",
-    "ipc-held-by-peer": "Drop the peer's mapping before the step ends.",
-    "ipc-dead-peer": "Restart the exporter when a peer dies: torch never takes this memory back.",
-    "outside-torch": "Look at communicators, contexts and allocations made without torch.",
-    "unknown": "Look for what C++ keeps: autograd graphs, caches of extensions, other streams.",
+_NEXT: Mapping[Mechanism, str] = {
+    "retained": "drop the tensor where the step ends, or give what holds it a bound.",
+    "ipc-over-released": "export one handle for each peer that opens it (reduce_tensor once a peer).",
+    "ipc-never-opened": "export only what a peer will open, or let the receiver open it and drop it.",
+    "ipc-held-by-peer": "let the peer drop its views, synchronize and meet at a barrier before the step ends.",
+    "ipc-dead-peer": "restart the exporter when a peer dies; torch never takes this memory back.",
+    "outside-torch": "look at communicators, contexts and allocations made without torch.",
+    "unknown": "look for what C++ keeps: autograd graphs, caches of extensions, other streams.",
 }
 
 
@@ -63,56 +68,176 @@ def sparkline(values: Sequence[float], width: int = 8) -> str:
 
 
 def verdict_line(verdict: Verdict) -> str:
-    """The verdict in one line."""
-    return " ".join(_headline(verdict))
+    """The verdict in one line, with what came back only with help."""
+    said = [_head(verdict)]
+    if verdict.verdict == "leak" and verdict.sites:
+        said.append(f"{verdict.sites[0].site} ({verdict.sites[0].mechanism})")
+    said.extend(_helped(verdict))
+    return "; ".join(said)
 
 
 def verdict_message(verdict: Verdict) -> str:
-    """Everything a failure says, several lines; for the other verdicts the same shape with less in it."""
-    return "\n".join([verdict_line(verdict), *_settled_lines(verdict), *_site_lines(verdict), *_ipc_lines(verdict)])
-
-
-def _headline(verdict: Verdict) -> Iterator[str]:
-    yield f"{verdict.verdict}:"
-    if verdict.verdict == "leak":
-        leaking = [rank for rank, rate in enumerate(verdict.bytes_per_cycle) if rate > verdict.tolerance]
-        most = max(verdict.bytes_per_cycle)
-        yield f"{ranks(leaking)}: {size(most)} a cycle, allowed {size(verdict.tolerance)}"
-    elif any(verdict.cyclic_bytes):
-        yield f"{size(max(verdict.cyclic_bytes))} a cycle"
-    elif any(verdict.late_bytes):
-        yield f"{size(max(verdict.late_bytes))} a cycle"
-    yield f"({verdict.cycles} cycles after {verdict.warmup} of warm-up)"
-
-
-def _settled_lines(verdict: Verdict) -> Iterator[str]:
-    for rank, values in enumerate(verdict.settled):
-        yield f"  rank {rank}: " + " | ".join(size(value) for value in values)
-
-
-def _site_lines(verdict: Verdict) -> Iterator[str]:
-    for site in verdict.sites:
-        yield f"  {site.site}: +{size(site.bytes_per_cycle)} a cycle, {ranks(site.ranks)}"
-        yield from (f"    {line}" for line in site.stack[1:])
-        yield f"    mechanism: {_MECHANISMS[site.mechanism]}"
-        yield from (f"    held by: {chain}" for chain in site.held_by)
-        yield f"    next: {_NEXT[site.mechanism]}"
-
-
-def _ipc_lines(verdict: Verdict) -> Iterator[str]:
-    for fault in verdict.ipc.faults:
-        yield f"  ipc: {fault_line(fault)}"
+    """All that is said of a verdict: headline, series, sites with their holders and mechanism, IPC, what to do next."""
+    blocks = [
+        [_head(verdict)],
+        list(_series(verdict.settled)),
+        *[list(_site(site, verdict)) for site in verdict.sites],
+        [line for fault in verdict.ipc.faults for line in _fault(fault)],
+        [line for text in (*_helped(verdict), *_beside(verdict)) for line in _wrapped(text, "  ")],
+        list(_next(verdict)),
+    ]
+    return "\n\n".join("\n".join(lines) for lines in blocks if lines)
 
 
 def fault_line(fault: IpcFault) -> str:
     """One broken IPC contract in one line."""
-    return f"{fault.kind}: {fault.site}: opened {fault.opens} times, counter {fault.counter}, {size(fault.bytes)}"
+    handles = "1 handle" if fault.handles == 1 else f"{fault.handles} handles, each"
+    by = f" by {ranks(fault.by_ranks)}" if fault.by_ranks else ""
+    opened = f"opened {_times(fault.opens)}{by}" if fault.opens else f"never opened{by}"
+    counter = "gone" if fault.counter is None else str(fault.counter)
+    return (
+        f"ipc {fault.kind}: exported at {fault.site}: {handles} {opened}, counter {counter}, {size(fault.bytes)} in all"
+    )
 
 
 def growth_message(growth: Growth) -> str:
-    """What a failed `gc_tracked` assertion says."""
-    return f"{growth.verdict}: {growth.objects_per_append:g} tracked objects an append"
+    """What a failed `gc_tracked` assertion says; for flat growth the same in fewer lines."""
+    allowed = f", allowed {growth.per_append:g}"
+    head = f"{growth.verdict}: {growth.objects_per_append:g} tracked objects stay with every append{allowed}"
+    lines = [head + (f" ({growth.times} appends)" if growth.times else "")]
+    if growth.windows:
+        lines.append("  objects more in each window: " + ", ".join(f"{count:+d}" for count in growth.windows))
+    for name, count in sorted(growth.by_type.items(), key=lambda item: -item[1])[:10]:
+        lines.append(f"  {count:>8.3g} an append  {name}")
+    lines.extend(line for chain in growth.held_by for line in _chain("  held by  ", chain))
+    if growth.note:
+        lines.extend(_wrapped(growth.note, "  "))
+    return "\n".join(lines)
 
 
-def _advice(site: SiteVerdict) -> str:
-    return _NEXT[site.mechanism]
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
+
+
+def _head(verdict: Verdict) -> str:
+    cycles = f"{verdict.cycles} cycle{'s' * (verdict.cycles != 1)} + {verdict.warmup} warm-up"
+    world = len(verdict.bytes_per_cycle)
+    if verdict.verdict == "leak":
+        leaking = [rank for rank, rate in enumerate(verdict.bytes_per_cycle) if rate > verdict.tolerance]
+        who = f"{ranks(leaking)} of {world}" if len(leaking) < world else ("all " * (world > 1) + f"{world} ranks")
+        who = "1 rank" if world == 1 else who
+        most = size(max(verdict.bytes_per_cycle))
+        return f"leak: {most} a cycle on {who}, allowed {size(verdict.tolerance)} ({cycles})"
+    if verdict.verdict == "filling":
+        grown = max((v[-1] - v[0] for v in verdict.settled if v), default=0)
+        return f"filling: grew by {size(grown)} over the cycles, not in the way of a leak ({cycles})"
+    if verdict.verdict == "cyclic":
+        return f"cyclic: device memory lies in reference cycles ({cycles})"
+    if verdict.verdict == "late":
+        return f"late: device memory waits for somebody's ipc_collect ({cycles})"
+    return f"flat: {size(max((v[-1] for v in verdict.settled if v), default=0))} ({cycles})"
+
+
+def _helped(verdict: Verdict) -> Iterator[str]:
+    """What came back only with help."""
+    for values, how in (
+        (verdict.cyclic_bytes, "only through the cyclic collector"),
+        (verdict.late_bytes, "only after torch.cuda.ipc_collect()"),
+    ):
+        who = [rank for rank, value in enumerate(values) if value > 0]
+        if who:
+            yield f"{size(max(values))} a cycle came back {how} on {ranks(who)}"
+
+
+def _beside(verdict: Verdict) -> Iterator[str]:
+    if verdict.note:
+        yield f"note: {verdict.note}"
+    outside = [value for value in verdict.outside_bytes if value]
+    idle = max(verdict.reserved_bytes, default=0)
+    if outside:
+        yield f"outside torch: {size(max(outside))} at most a rank (contexts, communicators, raw cudaMalloc)"
+    if idle:
+        yield f"reserved and not live: {size(idle)} at most a rank (fragments, private pools)"
+
+
+def _series(settled: Sequence[Sequence[int]]) -> Iterator[str]:
+    """Aligned rows of settled bytes, a rank each; in a large world one for all ranks that say the same."""
+    rows: list[tuple[list[int], Sequence[int]]] = [([rank], values) for rank, values in enumerate(settled) if values]
+    if len(rows) > _ROWS:
+        alike: dict[tuple[int, ...], list[int]] = {}
+        for (rank,), values in rows:
+            alike.setdefault(tuple(values), []).append(rank)
+        rows = [(who, values) for values, who in alike.items()]
+    if not rows:
+        return
+    unit, factor, digits = _unit(settled)
+    labels = [ranks(who) for who, _ in rows]
+    margin = max(len(label) for label in labels) + 2
+    cells = [[f"{value / factor:.{digits}f}" for value in values] for _, values in rows]
+    wide = max(len(cell) for row in cells for cell in row) + 2
+    room = max(3, (_WIDTH - margin) // wide)
+    yield f"  settled {unit} at the ends of the cycles"
+    for label, row in zip(labels, cells, strict=True):
+        head = (room - 1) // 2
+        shown = row if len(row) <= room else [*row[:head], "..", *row[head + 1 - room :]]
+        yield f"  {label:<{margin - 2}}" + "".join(f"{cell:>{wide}}" for cell in shown)
+
+
+def _unit(settled: Sequence[Sequence[int]]) -> tuple[str, int, int]:
+    """The largest unit, and the fewest digits after its point, in which every value is exact to the byte."""
+    values = [value for row in settled for value in row if value]
+    for unit, factor in _UNITS:
+        for digits in range(3):
+            if values and all(value * 10**digits % factor == 0 for value in values):
+                return unit, factor, digits
+    return "B", 1, 0
+
+
+def _site(site: SiteVerdict, verdict: Verdict) -> Iterator[str]:
+    world = len(verdict.bytes_per_cycle)
+    blocks = f" in {site.blocks_per_cycle:g} blocks" if site.blocks_per_cycle > 1 else ""
+    where = f", {ranks(site.ranks)}" if len(site.ranks) < world else ""
+    yield f"  +{size(site.bytes_per_cycle)} a cycle{blocks}{where}: {site.site}"
+    yield from (f"      from  {line}" for line in site.stack[1 : 1 + _CALLERS])
+    for chain in site.held_by:
+        yield from _chain("    held by  ", chain)
+    yield from _wrapped(f"{_BECAUSE[site.mechanism]} ({site.mechanism})", "    because  ", "             ")
+
+
+def _chain(head: str, chain: str) -> Iterator[str]:
+    """A chain of holders, broken between its links only."""
+    line = head
+    for number, link in enumerate(chain.split(" -> ")):
+        piece = link if number == 0 else f" -> {link}"
+        if number and len(line) + len(piece) > _WIDTH:
+            yield line
+            line = " " * len(head) + "->" + piece[3:]
+        else:
+            line += piece
+    yield line
+
+
+def _fault(fault: IpcFault) -> Iterator[str]:
+    yield from _wrapped(fault_line(fault), "  ", "      ")
+    yield from (f"      opened at {site}" for site in fault.open_sites[:_CALLERS])
+
+
+def _next(verdict: Verdict) -> Iterator[str]:
+    if verdict.verdict == "leak":
+        mechanism: Mechanism = verdict.sites[0].mechanism if verdict.sites else "unknown"
+        yield from _wrapped(f"next: {_NEXT[mechanism]}", "  ", "        ")
+    elif any(verdict.cyclic_bytes):
+        yield from _wrapped("next: break the cycle (a weakref, or no bound method kept in its own object).", "  ")
+    elif any(verdict.late_bytes):
+        yield from _wrapped("next: synchronize, meet at a barrier, then call torch.cuda.ipc_collect().", "  ")
+
+
+def _wrapped(text: str, first: str, then: str | None = None) -> Iterable[str]:
+    return textwrap.wrap(
+        text,
+        _WIDTH,
+        initial_indent=first,
+        subsequent_indent=first if then is None else then,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
