@@ -44,7 +44,7 @@ def page(document: Document) -> str:
     return environment.get_template("report.html").render(
         document=document,
         counts=summary.counts(rows).removeprefix("sglmem: ") if rows else "nothing was checked",
-        tests=sorted(tests, key=lambda test: not test.alarming),
+        tests=sorted(tests, key=lambda view: (not view.alarming, view.test["outcome"] != "failed")),
         proof=_matrix(document["proof"], tests),
     )
 

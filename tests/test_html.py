@@ -102,6 +102,18 @@ class TestPage:
         assert len(folds) == 20
         assert ["open" in fold for fold in folds] == [True] * 4 + [False] * 16
 
+    def test_a_test_that_failed_otherwise_is_not_shown_as_clean(self):
+        entries = [
+            sessions.entry("t.py::clean", sessions.verdict(size=2), size=2),
+            sessions.entry("t.py::wrong", sessions.verdict(size=2), size=2, outcome="failed"),
+            report.entry("t.py::crashed", "failed", 0.1),
+            sessions.entry("t.py::leaks", sessions.verdict("leak", size=2), size=2, outcome="failed"),
+        ]
+        shown = re.findall(r"<summary>\n(.*?)</summary>", html.page(sessions.document(*entries)), re.S)
+        said = [" ".join(re.sub(r"<[^>]+>", " ", one).split()) for one in shown if "t.py" in one]
+        assert [one.partition("t.py::")[2] for one in said] == ["leaks", "wrong", "crashed", "clean"]
+        assert ["failed" in one for one in said] == [False, True, True, False]
+
     def test_a_leak_shows_all_that_the_report_has(self):
         text = html.page(sessions.document(sessions.entry("t.py::a", sessions.verdict("leak"), outcome="failed")))
         said = re.sub(r"\s+", " ", markup.unescape(re.sub(r"<[^>]+>", " ", text)))
