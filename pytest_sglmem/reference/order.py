@@ -155,10 +155,10 @@ class StreamOrder:
     def _wait(self, stream: int, message: int) -> None:
         if self._watch.failed is not None:
             raise self._watch.failed
+        self._watch.expect(message)
         wait, geq = self._driver.cuStreamWaitValue32, self._geq
         for address in self._in:
             _ok(wait(stream, address, message & _MASK, geq))
-        self._watch.expect(message)
 
     def close(self) -> None:
         """End the watch and let go of the flags."""
