@@ -21,7 +21,7 @@ import types
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from . import sites
 
@@ -68,6 +68,11 @@ def chains_for_blocks(
     return tuple(found)
 
 
+def pattern(chain: str) -> str:
+    """The chain without its keys and indices: two blocks in one dictionary are held the same way."""
+    return re.sub(r"\[[^]]*\]", "[]", chain)
+
+
 def draw(target: object, path: Path, *, hidden: Sequence[object] = ()) -> bool:
     """Draw what refers to `target` into `path` (.png or .svg). False where graphviz's `dot` is not installed."""
     if shutil.which("dot") is None:
@@ -100,7 +105,7 @@ def _chains_of(
     skip = (id(owners), id(others))
     for owner in owners:
         for chain in chains(owner, roots=roots, skip=skip):
-            found.setdefault(re.sub(r"\[[^]]*\]", "[]", chain), chain)
+            found.setdefault(pattern(chain), chain)
         if len(found) >= limit:
             break
     if not found:
@@ -368,7 +373,7 @@ def _attributes(holder: object) -> dict[str, object] | None:
     return found if type(found) is dict else None
 
 
-def _key_of(mapping: Mapping[object, object], held: object) -> object:
+def _key_of(mapping: Mapping[Any, object], held: object) -> object:
     for key, value in list(mapping.items()):
         if value is held:
             return key

@@ -26,7 +26,7 @@ from math import ceil
 
 from . import words
 from .audit import broken, summary
-from .holders import NOBODY
+from .holders import NOBODY, pattern
 from .records import (
     FaultKind,
     IpcSummary,
@@ -337,7 +337,7 @@ def _of_rank(rank: RankTrace, warmup: int, tolerance: int, ignore: Sequence[str]
         cyclic=cyclic,
         late=late,
         tolerated=Fraction(0) if leaking else rate,
-        ignored=sum((max(0, found[0]) for g in books.ignored.values() if (found := _growth(g))), Fraction(0)),
+        ignored=sum((found[0] for g in books.ignored.values() if (found := _growth(g))), Fraction(0)),
         compensated=leaking and total is None,
         still_growing=not leaking and _still_growing(books.total.bytes),
     )
@@ -437,15 +437,18 @@ def _site(site: str, entries: Sequence[tuple[_RankFinding, _Leak]], trace: Trace
     worst = max(by_rank.values(), key=lambda leaks: sum(leak.rate for leak in leaks))
     largest = max(worst, key=lambda leak: leak.rate)
     records = [rank for rank in trace.ranks if rank.rank in by_rank]
-    held = tuple(dict.fromkeys(chain for rank in records for chain in rank.held_by.get(site, ())))
+    held: dict[str, str] = {}
+    for rank in records:
+        for chain in rank.held_by.get(site, ()):
+            held.setdefault(pattern(chain), chain)
     return SiteVerdict(
         site=site,
         stack=largest.stack,
         bytes_per_cycle=ceil(sum(leak.rate for leak in worst)),
         blocks_per_cycle=round(float(sum(leak.block_rate for leak in worst)), 3),
         ranks=tuple(sorted(by_rank)),
-        held_by=held,
-        mechanism=_mechanism(site, records, trace, held),
+        held_by=tuple(held.values()),
+        mechanism=_mechanism(site, records, trace, tuple(held.values())),
     )
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import sys
 import sysconfig
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from types import CodeType, FrameType
 
@@ -30,6 +30,8 @@ _PLUMBING_PACKAGES = (
 )
 _SITE_DIRS = (os.sep + "site-packages" + os.sep, os.sep + "dist-packages" + os.sep)
 _STDLIB = tuple({os.path.realpath(sysconfig.get_path(key)) + os.sep for key in ("stdlib", "platstdlib")})
+# What called the code under test is the harness, and who called that says nothing.
+_CALLERS = frozenset(os.path.join(_HERE, name) for name in ("rank.py", "tracing.py"))
 _RUNNERS = frozenset({"pytest", "py.test", "torchrun"})
 
 
@@ -43,30 +45,33 @@ def user_stack(skip: int = 0, limit: int = 12) -> tuple[str, ...]:
 
 def raw_stack(skip: int = 0, limit: int = 12) -> RawStack:
     """What `user_stack` words, not yet worded: code objects and line numbers. Costs 1-3 us and holds no frame."""
-    return _walk(skip + 1, limit, is_plumbing)
-
-
-def _walk(skip: int, limit: int, left_out: Callable[[str], bool]) -> RawStack:
     try:
         frame: FrameType | None = sys._getframe(skip + 1)
     except ValueError:  # fewer frames than were to be skipped
         return ()
     found: list[tuple[CodeType, int]] = []
-    while frame is not None and len(found) < limit:
+    while frame is not None:
         code = frame.f_code
-        if not left_out(code.co_filename):
+        if not is_plumbing(code.co_filename):
             found.append((code, frame.f_lineno))
+            if len(found) == limit:
+                break
         frame = frame.f_back
     return tuple(found)
 
 
-def _nothing(filename: str) -> bool:
-    return False
-
-
 def any_stack(skip: int = 0, limit: int = 12) -> RawStack:
     """As `raw_stack`; where no line is the user's (the thread that feeds a queue), the plumbing's own lines."""
-    return raw_stack(skip + 1, limit) or _walk(skip + 1, limit, _nothing)
+    return raw_stack(skip + 1, limit) or _whole_stack(skip + 1, limit)
+
+
+def _whole_stack(skip: int, limit: int) -> RawStack:
+    frame: FrameType | None = sys._getframe(skip + 1)
+    found: list[tuple[CodeType, int]] = []
+    while frame is not None and len(found) < limit:
+        found.append((frame.f_code, frame.f_lineno))
+        frame = frame.f_back
+    return tuple(found)
 
 
 def words(raw: RawStack) -> tuple[str, ...]:
@@ -86,6 +91,8 @@ def format_frames(frames: Iterable[Mapping[str, object] | Frame], limit: int = 1
             filename, line, name = frame
         else:
             filename, line, name = str(frame["filename"]), frame["line"], frame["name"]  # type: ignore[assignment]
+        if filename in _CALLERS:
+            break
         if not is_plumbing(filename):
             lines.append(_text(filename, line, name, cwd))
             if len(lines) == limit:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from operator import itemgetter
 from pathlib import Path
@@ -80,9 +81,8 @@ class Recording:
 def stamped(cycle: int) -> Callable[[Callable[[G], R], G], R]:
     """A function that calls `step(g)` and whose name in a recorded stack says which cycle it was."""
     name = f"{_STAMP}{cycle}"
-    code = _call.__code__.replace(co_name=name)
-    if hasattr(code, "co_qualname"):
-        code = code.replace(co_qualname=name)
+    names = {"co_name": name, **({"co_qualname": name} if sys.version_info >= (3, 11) else {})}
+    code = _call.__code__.replace(**names)  # type: ignore[arg-type]
     return FunctionType(code, _call.__globals__, name)
 
 
@@ -126,15 +126,17 @@ class Census:
         key = tuple(map(_frame_key, frames))
         found = self._known.get(key)
         if found is None:
-            found = self._known[key] = sites.format_frames(key), _stamp_of(key)  # type: ignore[arg-type]
+            frames, stamp = _below_the_harness(key)  # type: ignore[arg-type, assignment]
+            found = self._known[key] = sites.format_frames(frames), stamp  # type: ignore[arg-type]
         return found
 
 
-def _stamp_of(frames: tuple[tuple[object, ...], ...]) -> int | None:
-    for *_, name in frames:
-        if isinstance(name, str) and name.startswith(_STAMP):
-            return int(name[len(_STAMP) :])
-    return None
+def _below_the_harness(frames: tuple[tuple[object, ...], ...]) -> tuple[tuple[tuple[object, ...], ...], int | None]:
+    """The frames up to the one that called into the code under test, and the cycle of that call; None in setup."""
+    for at, (filename, _, name) in enumerate(frames):
+        if filename == __file__ and str(name).startswith(_STAMP):
+            return frames[:at], int(str(name)[len(_STAMP) :])
+    return frames, None
 
 
 def _live_blocks(device: int) -> Iterator[tuple[int, int, list[Mapping[str, object]]]]:

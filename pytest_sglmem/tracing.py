@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -82,7 +82,7 @@ class Meeting:
             return flag
         self._flag.fill_(int(flag))
         options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.MIN
+        options.reduceOp = dist.ReduceOp.MIN  # type: ignore[assignment]
         self._group.allreduce([self._flag], options).wait()
         return bool(self._flag.item())
 
@@ -212,7 +212,7 @@ def _collector_at_rest(hands: Hands) -> Iterator[None]:
         (hands.enable if was_on else hands.disable)()
 
 
-class _Run:
+class _Run(Generic[G]):
     """One rank's loop over cycles and steps, and what it has read so far."""
 
     def __init__(
