@@ -21,13 +21,14 @@ import torch
 import torch.multiprocessing
 from torch.utils._device import _device_constructors as device_constructors
 
-from . import collectives, driver, sharing, streams, tensors
+from . import collectives, driver, parallel, sharing, standins, streams, surface, tensors
 from .dispatch import Accounting, Plan
-from .memory import Memory
+from .memory import CPU, Memory
 from .patches import Patches
+from .surface import refused, supported
 from .threads import PerThread
 
-__all__ = ["Emulation", "current", "emulated_cuda"]
+__all__ = ["Emulation", "current", "emulated_cuda", "refused", "supported"]
 
 _MARK = "_sglmem_emulation"
 
@@ -40,7 +41,7 @@ class Emulation:
         self.thread = PerThread()
         self.memory = Memory(devices, memory)
         self.sharing = sharing.Sharing(self.memory)
-        self.generators = tuple(torch.Generator() for _ in range(devices))
+        self.generators = standins.Generators(devices)
         self.stream_types = streams.stream_types(self)
         self.collectives = collectives.Collectives(self)
         self._modes: list[Accounting] = []
@@ -62,6 +63,13 @@ class Emulation:
                 "emulated_cuda(devices=) says how many)"
             )
         return index
+
+    def index_of(self, device: Any) -> int | None:
+        """The index of an emulated device, -1 for the CPU, None for any other; raises for one that is not there."""
+        device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+        if device.type == "cuda":
+            return self.index(device)
+        return CPU if device.type == "cpu" else None
 
     def index_or_current(self, device: Any) -> int:
         """As `index`, for whatever torch takes as a device: None, an int, text, a torch.device."""
@@ -146,7 +154,10 @@ def _install(patches: Patches, emulation: Emulation) -> None:
     device_constructors()  # remembers the factories as they are: they are replaced below
     sharing.raise_file_limit()
     patches.set(torch.cuda, _MARK, emulation)
+    surface.install(patches, emulation)
     driver.install(patches, emulation)
+    standins.install(patches, emulation)
+    parallel.install(patches)
     tensors.install(patches, emulation)
     sharing.install(patches, emulation)
     collectives.install(patches, emulation)

@@ -43,7 +43,18 @@ RESIZING = frozenset({"resize_", "resize_as_", "set_", "set_data", "_resize_outp
 class Plan:
     """What is known of an operator beforehand."""
 
-    __slots__ = ("alias", "collective", "elementwise", "generator", "inplace", "mixing", "name", "resizes")
+    __slots__ = (
+        "alias",
+        "collective",
+        "elementwise",
+        "generator",
+        "inplace",
+        "mixing",
+        "name",
+        "resizes",
+        "seeded",
+        "with_generator",
+    )
 
     def __init__(self, func: Any) -> None:
         schema = func._schema
@@ -58,6 +69,21 @@ class Plan:
         self.resizes = base in RESIZING or any(a.kwarg_only for a in writes)
         self.elementwise = base.startswith("_foreach_")
         self.generator = any(a.name == "generator" for a in arguments)
+        self.seeded = not self.generator and torch.Tag.nondeterministic_seeded in func.tags
+        self.with_generator = _with_generator(func) if self.seeded else None
+
+
+def _with_generator(func: Any) -> Any:
+    """The overload of `func` that takes a generator beside the same arguments; None where there is none."""
+    names = [argument.name for argument in func._schema.arguments]
+    packet = func.overloadpacket
+    for overload in packet.overloads():
+        other = getattr(packet, overload)
+        known = [argument for argument in other._schema.arguments if argument.name != "generator"]
+        wants = next((a for a in other._schema.arguments if a.name == "generator"), None)
+        if wants is not None and wants.kwarg_only and [argument.name for argument in known] == names:
+            return other
+    return None
 
 
 class Accounting(TorchDispatchMode):
@@ -106,6 +132,8 @@ class Accounting(TorchDispatchMode):
         if index == CPU:
             if kwargs.get("pin_memory"):
                 return self._pinned(func, args, kwargs)
+            if plan.generator and kwargs.get("generator") is not None:
+                self._emulation.generators.check(kwargs["generator"], "cpu")
             answer = func(*args, **kwargs)
             if here == CPU and asked == CPU and "pin_memory" not in kwargs:
                 self._float(answer)
@@ -113,7 +141,7 @@ class Accounting(TorchDispatchMode):
         self._thread.last = index
         if plan.generator:
             kwargs = self._with_generator(kwargs, index)
-        answer = func(*args, **kwargs)
+        answer = self._seeded(plan, func, args, kwargs, index) if plan.seeded else func(*args, **kwargs)
         self._place(plan, answer, index)
         return answer
 
@@ -191,8 +219,23 @@ class Accounting(TorchDispatchMode):
     def _with_generator(self, kwargs: dict[str, Any], index: int) -> dict[str, Any]:
         given = kwargs.get("generator")
         if given is None:
-            return {**kwargs, "generator": self._emulation.generators[index]}
+            return {**kwargs, "generator": self._emulation.generators.defaults[index]}
+        self._emulation.generators.check(given, "cuda")
         return kwargs
+
+    def _seeded(self, plan: Plan, func: Any, args: Any, kwargs: dict[str, Any], index: int) -> Any:
+        """An operator that takes its random numbers from the default generator: here, from that of its device."""
+        generator = self._emulation.generators.defaults[index]
+        if plan.with_generator is not None:
+            return plan.with_generator(*args, **kwargs, generator=generator)
+        default = torch.default_generator
+        before = default.get_state()
+        default.set_state(generator.get_state())
+        try:
+            return func(*args, **kwargs)
+        finally:
+            generator.set_state(default.get_state())
+            default.set_state(before)
 
     # -- what composite operators make -----------------------------------------------------------------------------
 

@@ -214,7 +214,9 @@ class Numbers:
         """Segments, blocks, stacks, events."""
         with self._memory.reading():
             segments = [
-                segment(known, blocks) for allocator in self._memory.allocators for known, blocks in allocator.segments()
+                segment(known, blocks)
+                for allocator in self._memory.allocators
+                for known, blocks in allocator.segments()
             ]
             traces = self._memory.history.traces()
         if isinstance(pool, tuple) and len(pool) > 2 and not pool[2]:
@@ -269,7 +271,7 @@ def install(patches: Patches, emulation: Emulation) -> None:
         "_get_device_properties": lambda index: devices.properties[index],
         "is_available": lambda: not emulation.is_elsewhere(),
         "device_count": devices.count,
-        "default_generators": emulation.generators,
+        "default_generators": emulation.generators.defaults,
     }.items():
         patches.set(cuda, name, value)
     for owner in (cuda, cuda.memory):

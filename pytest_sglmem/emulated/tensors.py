@@ -11,6 +11,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 from .memory import CPU, Memory, Owned, storage_of
 from .patches import Patches
@@ -56,22 +58,12 @@ class Moves:
         self._thread: PerThread = emulation.thread
         self._to = torch.Tensor.to
 
-    def index(self, device: Any) -> int | None:
-        """The index of an emulated device, CPU for the CPU; None for any other device. Raises for one that is absent."""
-        if isinstance(device, str):
-            device = torch.device(device)
-        if isinstance(device, int):
-            device = torch.device("cuda", device)
-        if device.type == "cuda":
-            return self._emulation.index(device)
-        return CPU if device.type == "cpu" else None
-
     def to(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """`Tensor.to` in all its spellings."""
         device, dtype, rest = spelled(args, kwargs)
         if isinstance(device, torch.Tensor):
             device, dtype = device.device, device.dtype
-        target = None if device is None else self.index(device)
+        target = None if device is None else self._emulation.index_of(device)
         if device is not None and target is None:
             return self._to(tensor, device, dtype or tensor.dtype, **rest)
         owned = self._memory.find(tensor)
@@ -86,11 +78,15 @@ class Moves:
 
     def copy(self, tensor: torch.Tensor, target: int, dtype: torch.dtype, **rest: Any) -> torch.Tensor:
         """A copy on `target`."""
+        return self.aimed(target, self._to, tensor, dtype, copy=True, **rest)
+
+    def aimed(self, target: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call `function`; what it makes belongs to `target`, whatever its operators say."""
         self._emulation.cover_thread()
         thread = self._thread
         before, thread.target = thread.target, target
         try:
-            return self._to(tensor, dtype, copy=True, **rest)
+            return function(*args, **kwargs)
         finally:
             thread.target = before
 
@@ -149,7 +145,7 @@ def _install_tensor(patches: Patches, emulation: Emulation, moves: Moves) -> Non
     real_device = cls.device.__get__  # type: ignore[attr-defined]
     real_is_cuda = cls.is_cuda.__get__  # type: ignore[attr-defined]
     real_is_cpu = cls.is_cpu.__get__  # type: ignore[attr-defined]
-    real_numpy, real_pointer, real_cpu, real_cuda = cls.numpy, cls.data_ptr, cls.cpu, cls.cuda
+    real_numpy, real_pointer, real_cpu = cls.numpy, cls.data_ptr, cls.cpu
     real_type = cls.type
 
     def owned_by(tensor: torch.Tensor) -> Owned | None:
@@ -212,13 +208,66 @@ def _install_tensor(patches: Patches, emulation: Emulation, moves: Moves) -> Non
         patches.set(cls, name, property(getter))
     for function in (get_device, cuda, cpu, numpy, data_ptr):
         patches.set(cls, function.__name__, _named(function, getattr(cls, function.__name__)))
+    for name in ("new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full"):
+        patches.set(cls, name, _factory(getattr(cls, name), emulation))
+    real_new = cls.new
+
+    def new_tensor(self: torch.Tensor, data: Any, *, dtype: Any = None, device: Any = None, **kwargs: Any) -> Any:
+        return torch.tensor(data, dtype=dtype or self.dtype, device=device or self.device, **kwargs)
+
+    def new(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        owned = owned_by(self)
+        return (
+            real_new(self, *args, **kwargs)
+            if owned is None
+            else moves.aimed(owned.index, real_new, self, *args, **kwargs)
+        )
+
+    patches.set(cls, "new_tensor", _named(new_tensor, cls.new_tensor))
+    patches.set(cls, "new", _named(new, real_new))
     patches.set(cls, "type", _named(type_, real_type))
     patches.set(cls, "to", _named(lambda self, *args, **kwargs: moves.to(self, *args, **kwargs), cls.to))
     patches.set(
         cls, "record_stream", _named(lambda self, stream: emulation.record_stream(self, stream), cls.record_stream)
     )
     patches.set(torch, "get_device", lambda tensor: tensor.get_device())
-    del real_cuda
+    real_parse = torch._C._nn._parse_to
+
+    def _parse_to(*args: Any, **kwargs: Any) -> Any:
+        if args and type(args[0]) is int:
+            args = (torch.device(args[0]), *args[1:])
+        if type(kwargs.get("device")) is int:
+            kwargs["device"] = torch.device(kwargs["device"])
+        return real_parse(*args, **kwargs)
+
+    patches.set(torch._C._nn, "_parse_to", _parse_to)
+    _install_pinning(patches, emulation)
+
+
+def _install_pinning(patches: Patches, emulation: Emulation) -> None:
+    cls, memory = torch.Tensor, emulation.memory
+
+    def pin_memory(self: torch.Tensor, device: Any = None) -> torch.Tensor:
+        if memory.find(self) is not None:
+            raise RuntimeError(f"cannot pin '{self.type()}' only dense CPU tensors can be pinned")
+        if memory.is_pinned(storage_of(self)):
+            return self
+        with torch.no_grad():
+            pinned = torch.empty_like(self, pin_memory=False).copy_(self)
+        memory.pin(storage_of(pinned))
+        return pinned
+
+    def pin_storage(self: torch.UntypedStorage, device: Any = None) -> torch.UntypedStorage:
+        if memory.is_pinned(self):
+            return self
+        pinned = torch.UntypedStorage(self.size()).copy_(self, False)
+        memory.pin(pinned)
+        return pinned
+
+    patches.set(cls, "pin_memory", _named(pin_memory, cls.pin_memory))
+    patches.set(cls, "is_pinned", lambda self, device=None: memory.is_pinned(storage_of(self)))
+    patches.set(torch.UntypedStorage, "pin_memory", pin_storage)
+    patches.set(torch.UntypedStorage, "is_pinned", lambda self, device="cuda": memory.is_pinned(self))
 
 
 def _named(function: Callable[..., Any], like: Any) -> Callable[..., Any]:
@@ -258,7 +307,7 @@ def _install_storage(patches: Patches, emulation: Emulation, moves: Moves) -> No
         return -1 if owned is None else owned.index
 
     def new(kind: Any, *args: Any, device: Any = None, **kwargs: Any) -> Any:
-        index = None if device is None else moves.index(device)
+        index = None if device is None else emulation.index_of(device)
         if index is None or index == CPU:
             return real_new(kind, *args, **kwargs) if device is None else real_new(kind, *args, device=device, **kwargs)
         storage = real_new(kind, *args, **kwargs)
@@ -279,7 +328,7 @@ def _install_factories(patches: Patches, emulation: Emulation, moves: Moves) -> 
         if hasattr(torch, name):
             patches.set(torch, name, _factory(getattr(torch, name), emulation))
     for name in ("tensor", "as_tensor", "asarray"):
-        patches.set(torch, name, _from_data(getattr(torch, name), moves, copies=name == "tensor"))
+        patches.set(torch, name, _from_data(getattr(torch, name), emulation, moves, copies=name == "tensor"))
 
 
 def _factory(real: Callable[..., Any], emulation: Emulation) -> Callable[..., Any]:
@@ -297,7 +346,7 @@ def _factory(real: Callable[..., Any], emulation: Emulation) -> Callable[..., An
     return factory
 
 
-def _from_data(real: Callable[..., Any], moves: Moves, copies: bool) -> Callable[..., Any]:
+def _from_data(real: Callable[..., Any], emulation: Emulation, moves: Moves, copies: bool) -> Callable[..., Any]:
     """`torch.tensor` and the like: made on the CPU; what is new there is handed to the device without another copy."""
 
     @functools.wraps(real)
@@ -307,8 +356,8 @@ def _from_data(real: Callable[..., Any], moves: Moves, copies: bool) -> Callable
             kwargs["dtype"] = args[0]
             device = args[1] if len(args) > 1 else device
         if device is None:
-            device = data.device if isinstance(data, torch.Tensor) else torch.get_default_device()
-        index = moves.index(device)
+            device = data.device if isinstance(data, torch.Tensor) else _default_device()
+        index = emulation.index_of(device)
         if index is None:
             return real(data, device=device, **kwargs)
         if isinstance(data, torch.Tensor):
@@ -321,6 +370,14 @@ def _from_data(real: Callable[..., Any], moves: Moves, copies: bool) -> Callable
         return made.requires_grad_(wants)
 
     return from_data
+
+
+def _default_device() -> torch.device:
+    """What `torch.set_default_device` or `with torch.device(...)` says in this thread."""
+    for mode in reversed(_get_current_function_mode_stack() if torch._C._len_torch_function_stack() else []):
+        if isinstance(mode, DeviceContext):
+            return mode.device
+    return torch.device("cpu")
 
 
 def _from_tensor(real: Any, moves: Moves, data: torch.Tensor, index: int, copies: bool, kwargs: dict[str, Any]) -> Any:
