@@ -301,9 +301,11 @@ class Injector:
     @contextlib.contextmanager
     def __call__(self, fault: str) -> Iterator[Injected]:
         """Arm `fault` here and in every rank of the test's world, and take it back. Raises FaultError."""
-        from .faults import armed, parse
+        from .faults import armed, check_ranks, parse
 
         parsed, world = parse(fault, origin=self._origin), self._state.world
+        if world is not None:
+            check_ranks((parsed,), world.size)
         with armed((parsed,), rank=-1, seed=self._seed) as here:
             if world is not None:
                 world.arm((parsed,))

@@ -19,8 +19,10 @@ import hashlib
 import json
 import os
 import sys
+import tempfile
+import threading
 import warnings
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
 
 _FIXTURES = frozenset({"world", "live_bytes", "gc_tracked"})
 _LEAST_LIMIT = 10.0  # seconds of a call into ranks under a fault, at least
+_PROGRESS_EVERY = 0.5  # seconds between two looks at what workers said
 _TIMES_CLEAN = 10  # and at least that many times what the whole clean test took
 
 
@@ -67,8 +70,11 @@ class Proof:
         self._seconds: dict[str, float] = {}
         self._running = False
         self._failure = Failure()
+        self._relay = Relay(_folder(config, session.settings))
         self._allowed: int | None = None
         self._left_out = 0
+        self._artifacts = ""
+        self._merged = False
         self.runs: list[Run] = []
         self._watching = watch()
         self.faults: tuple[Fault, ...] = self._watching
@@ -116,7 +122,8 @@ class Proof:
     def pytest_runtestloop(self, session: pytest.Session) -> Generator[None, object, object]:
         """When all tests have run: prove those that passed. A session that stopped early proves nothing."""
         result = yield
-        if not (session.config.option.collectonly or session.shouldstop or session.shouldfail):
+        distributes = self._config.pluginmanager.has_plugin("dsession")
+        if not (distributes or session.config.option.collectonly or session.shouldstop or session.shouldfail):
             self._prove()
         return result
 
@@ -127,7 +134,7 @@ class Proof:
         self._allowed = _share(self._session.settings.prove_limit, self._config)
         self._say(_announcement(plans, total, self._allowed, len(journal.done)))
         done = 0
-        with contextlib.closing(journal):
+        with contextlib.closing(journal), tempfile.TemporaryDirectory(prefix="sglmem-proof-") as self._artifacts:
             for item, clean, faults in plans:
                 begun = len(self.runs)
                 self._prove_one(item, clean, faults, journal)
@@ -136,7 +143,7 @@ class Proof:
                 letters = "".join(proof.LETTERS[run.result] for run in runs)
                 self._say(f"proof [{done}/{total}] {clean.nodeid} {letters}")
         if not self._left_out and not self._worker:
-            journal.remove()
+            Journal.remove(_folder(self._config, self._session.settings))
 
     def _prove_one(self, item: pytest.Item, clean: Clean, faults: Sequence[Fault], journal: Journal) -> None:
         """All runs of one test: known ones are taken over, what the limit leaves is counted, the last one is clean."""
@@ -179,7 +186,8 @@ class Proof:
         limit = min(settings.timeout, max(_LEAST_LIMIT, _TIMES_CLEAN * clean.seconds))
         self._running, self._failure = True, Failure()
         self.faults = () if fault is None else (fault,)
-        self._session.settings = dataclasses.replace(settings, timeout=limit)
+        # What a failing run would leave behind is of no use to anyone: it failed because it was to fail.
+        self._session.settings = dataclasses.replace(settings, timeout=limit, artifacts=self._artifacts)
         try:
             item.ihook.pytest_runtest_protocol(item=item, nextitem=None)
             state: Observed = item.stash[self._observed]
@@ -201,16 +209,17 @@ class Proof:
         return True
 
     def _say(self, line: str) -> None:
-        terminal = self._config.pluginmanager.get_plugin("terminalreporter")
-        if terminal is not None:
-            terminal.ensure_newline()
-            terminal.write_line(line)
-            return
-        capture = self._config.pluginmanager.get_plugin("capturemanager")
-        with capture.global_and_fixture_disabled() if capture is not None else contextlib.nullcontext():
-            os.write(2, f"[{self._worker}] {line}\n".encode())
+        if self._worker:
+            self._relay.say(self._worker, line)
+        else:
+            _print(self._config, line)
 
     # The end
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_setupnodes(self) -> None:
+        """The controller begins to print what its workers will say."""
+        self._relay.start(lambda line: _print(self._config, line))
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: object) -> None:
@@ -219,10 +228,12 @@ class Proof:
         if sent is not None:
             self.runs += [Run(**run) for run in sent["runs"]]
             self._left_out += sent["left_out"]
+            self._merged = True
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """Hand the result on: a worker to its controller, else to the report; holes make the session fail."""
+        self._relay.stop()
         if self._worker:
             runs = [proof.to_plain(run) for run in self.runs]
             self._config.workeroutput["sglmem_proof"] = {  # type: ignore[attr-defined]
@@ -230,6 +241,8 @@ class Proof:
                 "left_out": self._left_out,
             }
             return
+        if self._merged and not self._left_out and session.exitstatus != pytest.ExitCode.INTERRUPTED:
+            Journal.remove(_folder(self._config, self._session.settings))
         collector: Collector | None = self._config.pluginmanager.get_plugin("sglmem-collector")
         if collector is not None:
             collector.proof = proof.fold(self.runs, left_out=self._left_out)
@@ -301,6 +314,69 @@ def _options(settings: Settings) -> list[str]:
     return [f"--sglmem-{name}={value}" for name, value in chosen.items() if settings.origins[name] != "the default"]
 
 
+def _folder(config: pytest.Config, settings: Settings) -> Path:
+    return Path(config.rootpath, settings.artifacts, "proof")
+
+
+def _print(config: pytest.Config, line: str) -> None:
+    terminal = config.pluginmanager.get_plugin("terminalreporter")
+    if terminal is not None:
+        terminal.ensure_newline()
+        terminal.write_line(line)
+
+
+class Relay:
+    """Lines of progress from xdist's workers to their controller, by files: a worker's own streams lead nowhere.
+
+    Where the folder cannot be written to, there is no progress to see; the results take another way.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def say(self, worker: str, line: str) -> None:
+        """In a worker: one line."""
+        with contextlib.suppress(OSError):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with open(self._folder / f"{worker}.said", "a", encoding="utf-8") as file:
+                file.write(f"[{worker}] {line}\n")
+
+    def start(self, show: Callable[[str], None]) -> None:
+        """In the controller: show each line once it is there, until `stop`."""
+        self._remove()
+        self._thread = threading.Thread(target=self._follow, args=(show,), name="sglmem-proof-progress", daemon=True)
+        self._thread.start()
+
+    def _follow(self, show: Callable[[str], None]) -> None:
+        shown: dict[Path, int] = {}
+        while True:
+            over = self._over.wait(_PROGRESS_EVERY)
+            for path in sorted(self._folder.glob("*.said")):
+                whole = path.read_text(encoding="utf-8").rpartition("\n")[0]
+                lines = whole.splitlines()[shown.get(path, 0) :]
+                shown[path] = shown.get(path, 0) + len(lines)
+                for line in lines:
+                    show(line)
+            if over:
+                return
+
+    def stop(self) -> None:
+        """In the controller: show the rest, leave no file."""
+        if self._thread is not None:
+            self._over.set()
+            self._thread.join()
+            self._thread = None
+            self._remove()
+
+    def _remove(self) -> None:
+        for path in self._folder.glob("*.said"):
+            path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            self._folder.rmdir()
+
+
 class Journal:
     """The runs that are done, in a file of this process's own; those of others are read and left alone.
 
@@ -325,8 +401,7 @@ class Journal:
     @classmethod
     def open(cls, config: pytest.Config, settings: Settings, worker: str) -> Journal:
         """The journal of this process, under the session's artifacts folder."""
-        folder = Path(config.rootpath, settings.artifacts, "proof")
-        return cls(folder, worker, _fingerprint(config.rootpath, settings))
+        return cls(_folder(config, settings), worker, _fingerprint(config.rootpath, settings))
 
     def _read(self, path: Path) -> None:
         # A last line that was cut off by a kill is no run; another fingerprint is another program.
@@ -349,12 +424,13 @@ class Journal:
         """No more runs."""
         self._file.close()
 
-    def remove(self) -> None:
+    @staticmethod
+    def remove(folder: Path) -> None:
         """The proof is complete: nothing to go on from."""
-        for path in self._folder.glob("*.jsonl"):
+        for path in folder.glob("*.jsonl"):
             path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
-            self._folder.rmdir()
+            folder.rmdir()
 
 
 def _fingerprint(root: Path, settings: Settings) -> str:
