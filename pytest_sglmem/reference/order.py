@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import torch
 
-from .board import Board
+from .board import Board, PeerSilent
 
 _FLAG = 4  # bytes
 _MASK = 0xFFFFFFFF
@@ -153,8 +153,8 @@ class StreamOrder:
             _ok(write(stream, address, message & _MASK, 0))
 
     def _wait(self, stream: int, message: int) -> None:
-        if self._watch.failed is not None:
-            raise self._watch.failed
+        if self._watch.failed:
+            raise PeerSilent(self._watch.failed)
         self._watch.expect(message)
         wait, geq = self._driver.cuStreamWaitValue32, self._geq
         for address in self._in:
@@ -171,11 +171,11 @@ class StreamOrder:
             flags = self._flags.cpu().tolist()
         return [flags[rank] for rank in self._others]
 
-    def _let_go(self, message: int) -> Exception:
+    def _let_go(self, message: int) -> str:
         late = [rank for rank, flag in zip(self._others, self._arrived(), strict=True) if not has_come(flag, message)]
         for address in self._in:
             _ok(self._driver.cuStreamWriteValue32(self._look.cuda_stream, address, message & _MASK, 0))
-        return self._board.silent(late)
+        return str(self._board.silent(late))
 
 
 def has_come(flag: int, message: int) -> bool:
@@ -186,12 +186,12 @@ def has_come(flag: int, message: int) -> bool:
 class Watch:
     """Looks from a thread whether expected messages come, and gives up where none came for `limit` seconds.
 
-    `arrived()` says what has come from each peer; `give_up(message)` is called once, and the error that it returns is
-    `failed` from then on.
+    `arrived()` says what has come from each peer; `give_up(message)` is called once, and the text that it returns is
+    `failed` from then on (text, because a held exception holds the memory of its frames).
     """
 
-    def __init__(self, arrived: Callable[[], list[int]], give_up: Callable[[int], Exception], limit: float) -> None:
-        self.failed: Exception | None = None
+    def __init__(self, arrived: Callable[[], list[int]], give_up: Callable[[int], str], limit: float) -> None:
+        self.failed = ""
         self._arrived, self._give_up, self._limit = arrived, give_up, limit
         self._expected = 0
         self._ended = threading.Event()
