@@ -455,10 +455,8 @@ def _parts(value: object) -> Iterator[tuple[str, object]]:
 
 
 def text_of(error: BaseException, *, showlocals: bool = False) -> RaisedText:
-    """The exception as text: the traceback as pytest prints it, from the first frame that is not this file's."""
-    own = error.__traceback__
-    while own is not None and own.tb_frame.f_code.co_filename == __file__ and own.tb_next is not None:
-        own = own.tb_next
+    """The exception as text: the traceback as pytest prints it, from the user's first frame on."""
+    own = _users_part(error.__traceback__)
     try:
         if isinstance(error, ResultError):
             own = None  # the body ran to its end; no line of it is at fault
@@ -473,6 +471,15 @@ def text_of(error: BaseException, *, showlocals: bool = False) -> RaisedText:
     kind = type(error)
     name = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     return RaisedText(name, message, shown, _outcome(error), _place(own), _collective(own))
+
+
+def _users_part(tb: TracebackType | None) -> TracebackType | None:
+    """The traceback from the user's first frame on; the last frame alone where all of it is the harness's."""
+    from .sites import is_plumbing
+
+    while tb is not None and tb.tb_next is not None and is_plumbing(tb.tb_frame.f_code.co_filename):
+        tb = tb.tb_next
+    return tb
 
 
 def _as_pytest(error: BaseException, showlocals: bool) -> str:

@@ -59,7 +59,13 @@ class Where:
         """In a word: "wanders_off (file.py:41)"."""
         if not self.lines:
             tracing = any(file == _TRACING for file, _, _ in self.frames)
-            return "a quiet point of the trace" if tracing else "the harness, answering" if self.frames else "no Python code"
+            return (
+                "a quiet point of the trace"
+                if tracing
+                else "the harness, answering"
+                if self.frames
+                else "no Python code"
+            )
         place, _, name = self.lines[0].rpartition(" in ")
         return f"{name} ({place})"
 
@@ -103,24 +109,28 @@ def where(dump: str) -> Where:
 
 
 def compare(ledgers: Mapping[int, bytes]) -> list[str]:
-    """The first collective of each group in which ranks went into different ones, as text; empty where all agree."""
+    """The first collective of each group in which ranks went into different ones, as text; empty where all agree.
+
+    Other sizes of the same collective count only where a rank got no further: some may rightly differ.
+    """
     found: dict[str, dict[int, dict[int, Collective]]] = {}
     for rank, data in ledgers.items():
-        for entry in read_notes(data):
-            found.setdefault(entry.group, {}).setdefault(entry.number, {})[rank] = entry
-    said = []
-    for group, numbers in found.items():
-        for number, entries in sorted(numbers.items()):
-            if len({str(entry) for entry in entries.values()}) > 1:
-                kinds: dict[str, list[int]] = {}
-                for rank, entry in sorted(entries.items()):
-                    kinds.setdefault(str(entry), []).append(rank)
-                said.append(
-                    f"mismatched collectives: number {number} of group {group!r} is "
-                    + ", ".join(f"{kind} on {ranks_text(tuple(ranks))}" for kind, ranks in kinds.items())
-                )
-                break
-    return said
+        for note in read_notes(data):
+            found.setdefault(note.group, {}).setdefault(note.number, {})[rank] = note
+    return [text for group, numbers in found.items() if (text := _first_mismatch(group, numbers))]
+
+
+def _first_mismatch(group: str, numbers: Mapping[int, Mapping[int, Collective]]) -> str:
+    for number, notes in sorted(numbers.items()):
+        names, kinds = {note.name for note in notes.values()}, {str(note) for note in notes.values()}
+        further = numbers.get(number + 1, {})
+        if len(names) > 1 or (len(kinds) > 1 and not further.keys() >= notes.keys()):
+            ranks: dict[str, list[int]] = {}
+            for rank, note in sorted(notes.items()):
+                ranks.setdefault(str(note), []).append(rank)
+            told = ", ".join(f"{kind} on {ranks_text(those)}" for kind, those in ranks.items())
+            return f"mismatched collectives: number {number} of group {group!r} is {told}"
+    return ""
 
 
 def last(ledger: bytes) -> Collective | None:
@@ -173,19 +183,25 @@ def silent_message(head: str, seen: Mapping[int, Where], answered: Iterable[int]
     return "\n".join([head, waits(seen, answered, ledgers), *compare(ledgers), "", *stack_lines(seen)])
 
 
-def left_behind(waiting: Iterable[int], answered: Iterable[int], ledgers: Mapping[int, bytes]) -> bool:
-    """Whether, by their notes, a waiting rank went into a collective of all that one which answered never joined."""
+def hopeless(waiting: Iterable[int], answered: Iterable[int], ledgers: Mapping[int, bytes]) -> bool:
+    """Whether, by their notes, a waiting rank is in a collective of all its group that cannot end: one that answered
+    never joined it, or another waiting rank went into a different one instead.
+    """
     fronts = [note for rank in waiting if (note := last(ledgers[rank])) is not None and needs_all(note)]
-    return any(_behind(ledgers[rank], {note.group: note.number}) for note in fronts for rank in answered)
+    missed = any(_behind(ledgers[rank], {note.group: note.number}) for note in fronts for rank in answered)
+    names: dict[tuple[str, int], set[str]] = {}
+    for note in fronts:
+        names.setdefault((note.group, note.number), set()).add(note.name)
+    return missed or any(len(differing) > 1 for differing in names.values())
 
 
 def deadlocked(seen: Mapping[int, Where], answered: Iterable[int], ledgers: Mapping[int, bytes]) -> bool:
-    """Whether it is proven that a rank waits for ever: in a collective that needs all its group, without one that has
-    returned and has no thread left that could still join.
+    """Whether it is proven that a rank waits for ever: `hopeless` by the notes of ranks that are in their collectives
+    now, and of ranks that have returned and have no thread left that could still join.
     """
     idle = [rank for rank in answered if seen[rank].threads == 1]
     stuck = [rank for rank, at in seen.items() if at.collective and rank not in set(answered)]
-    return left_behind(stuck, idle, ledgers)
+    return hopeless(stuck, idle, ledgers)
 
 
 def needs_all(note: Collective) -> bool:

@@ -49,7 +49,7 @@ DIED_GRACE = 0.03  # seconds, once a rank has died: its peers' collectives fail 
 TERM_LIMIT = 0.3  # seconds from SIGTERM to SIGKILL
 FINISH_LIMIT = 10.0  # seconds to leave the process group and run exit functions
 SEND_LIMIT = 10.0  # seconds for an idle rank to take a call in
-STALL_LOOK = 1.0  # seconds between two looks whether ranks wait for one that has returned
+STALL_LOOK = 1.0  # seconds between two looks whether ranks wait for what cannot come
 LAST_LINES = 10  # lines of a dead rank's output that its failure quotes; the report section has all
 LIVE_EVERY = 0.1  # seconds between two looks at what ranks printed, under -s
 
@@ -117,7 +117,7 @@ class _Round:
 
 
 class _Stall:
-    """Whether a call can be over before its limit: a rank waits in a collective for one that has returned."""
+    """Whether a call can be over before its limit: ranks wait in a collective that can never end."""
 
     def __init__(self, processes: dict[int, RankProcess]) -> None:
         self._processes = processes
@@ -126,13 +126,13 @@ class _Stall:
 
     def proven(self, current: _Round) -> bool:
         """Looks no more often than every STALL_LOOK seconds, and at stacks only once two looks saw no movement."""
-        if not current.answers or time.monotonic() < self._next:
+        if time.monotonic() < self._next or len(self._processes) == 1:
             return False
         self._next = time.monotonic() + STALL_LOOK
         ledgers = {rank: self._processes[rank].ledger() for rank in (*current.waiting, *current.answers)}
         still = ledgers == self._counts
         self._counts = ledgers
-        if still and stacks.left_behind(current.waiting, current.answers, ledgers):
+        if still and stacks.hopeless(current.waiting, current.answers, ledgers):
             seen = stacks.look(self._processes, ledgers)
             current.stuck = stacks.deadlocked(seen, tuple(current.answers), ledgers)
         return current.stuck
@@ -480,6 +480,7 @@ class World:
 
     def _died_message(self, current: _Round, ranks: tuple[int, ...], code: int | None, peers: _Peers) -> str:
         lines = [f"{ranks_text(ranks)} of {self.size} died: {_ending(code)}", f"in {current.what}"]
+        lines += stacks.compare(peers.ledgers)
         for rank in ranks:
             last = stacks.last(peers.ledgers[rank])
             if last is not None:

@@ -166,7 +166,8 @@ def test_raised_says_rank_type_place_and_shows_the_assert(start):
         start(2).run(less)
     text = str(caught.value)
     assert text.startswith("rank 1 of 2 raised AssertionError: assert 1 < 1\nin less (")
-    assert "E       assert 1 < 1" in text and "test_world.py" in text
+    assert "E       assert 1 < 1" in text
+    assert "test_world.py" in text
     assert (caught.value.rank, caught.value.ranks, caught.value.type) == (1, (1,), "AssertionError")
     assert "rank.py" not in text
 
@@ -227,7 +228,8 @@ def test_the_cause_of_an_exception_is_shown(start):
 
     with pytest.raises(RankRaised) as caught:
         start(1).run(fail)
-    assert "KeyError: 'first'" in str(caught.value) and "direct cause" in str(caught.value)
+    assert "KeyError: 'first'" in str(caught.value)
+    assert "direct cause" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -248,14 +250,14 @@ def test_an_async_function_never_ran_and_does_not_pass(start):
         raise AssertionError
 
     world = start(1)
-    with pytest.raises(RankRaised, match="coroutine.*never awaited"):
+    with pytest.raises(RankRaised, match=r"coroutine.*never awaited"):
         world.run(body)
 
 
 def test_a_function_that_cannot_be_sent_is_said_before_anything_is(start):
     lock = __import__("threading").Lock()
     world = start(1)
-    with pytest.raises(TypeError, match="<lambda> .* cannot be sent to the ranks: .*lock"):
+    with pytest.raises(TypeError, match=r"<lambda> .* cannot be sent to the ranks: .*lock"):
         world.run(lambda: lock)
     assert world.run(rank) == [0]
 
@@ -364,10 +366,14 @@ def test_a_rank_that_ends_between_two_calls_is_judged(start):
         threading.Timer(0.05, os._exit, (5,)).start()
 
     world = start(2)
+
+    def until_it_ends():
+        while True:
+            world.run(__import__("time").sleep, 0.01)
+
     world.run(later)
     with pytest.raises(RankDied, match="exit code 5"):
-        for _ in range(100):
-            world.run(__import__("time").sleep, 0.01)
+        until_it_ends()
 
 
 def test_a_bad_end_is_judged_at_close(launcher):
@@ -416,7 +422,8 @@ def test_silent_says_who_waits_and_who_never_came(start, tmp_path):
         world.run(wanders_off)
     head, where, *_ = str(caught.value).splitlines()
     assert head.startswith("ranks 0-3 of 4 gave no answer within 1 s, in wanders_off (")
-    assert where.startswith("ranks 0, 1, 3 wait in barrier (") and "; rank 2 is in wanders_off (" in where
+    assert where.startswith("ranks 0, 1, 3 wait in barrier (")
+    assert "; rank 2 is in wanders_off (" in where
     assert where.endswith("never came")
     assert caught.value.ranks == (0, 1, 2, 3)
     assert "in wanders_off" in (tmp_path / "stacks-rank-2.txt").read_text()
@@ -506,9 +513,9 @@ def test_different_collectives_are_named(start):
         dist.all_reduce(t)
         dist.all_reduce(t) if rank() else dist.barrier()
 
-    with pytest.raises((RankSilent, RankRaised, ExceptionGroup)) as caught:
-        start(2, timeout=2.0).run(mismatch)
-    text = _whole_text(caught.value)
+    with pytest.raises(RankSilent, match="ranks 0, 1 of 2 wait for what cannot come") as caught:
+        start(2, timeout=600.0).run(mismatch)
+    text = str(caught.value)
     assert "mismatched collectives: number 2 of group '0' is barrier on rank 0, all_reduce(4 float32) on rank 1" in text
 
 
@@ -558,14 +565,14 @@ def test_fail_outweighs_xfail_outweighs_skip(start):
     words = [pytest.skip, pytest.xfail, pytest.fail]
     with pytest.raises(pytest.fail.Exception, match="rank 2: said"):
         world.run(lambda: words[rank()]("said"))
-    with pytest.raises(pytest.xfail.Exception, match="rank 1: said"):
+    with pytest.raises(pytest.xfail.Exception, match="ranks 1, 2: said"):
         world.run(lambda: words[min(rank(), 1)]("said"))
 
 
 def test_raises_and_monkeypatch_inside_a_rank(start):
     def body():
         with pytest.raises(ZeroDivisionError):
-            1 / 0  # noqa: B018
+            1 / 0
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("RANK", "99")
             return os.environ["RANK"]
@@ -584,10 +591,7 @@ def test_warnings_are_repeated_here_once_with_their_ranks(start):
     with warnings.catch_warnings(record=True) as given:
         warnings.simplefilter("always")
         world.run(warn)
-    said = sorted((one.category, str(one.message)) for one in given) if False else [
-        (one.category.__name__, str(one.message)) for one in given
-    ]
-    assert said == [
+    assert [(one.category.__name__, str(one.message)) for one in given] == [
         ("DeprecationWarning", "ranks 0, 1: twice the same"),
         ("UserWarning", "rank 0: of rank 0"),
         ("UserWarning", "rank 1: of rank 1"),
