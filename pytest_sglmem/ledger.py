@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from .contract import COUNTER, FILE_HEADER, Custody, open_counters, reads_unsigned
 from .records import Export, Open
-from .sites import RawStack, any_stack, format_frames, words
+from .sites import RawStack, any_stack, format_frames, raw_stack, words
 
 if TYPE_CHECKING:
     import torch
@@ -258,7 +258,7 @@ class Ledger:
         block = self._held.get(storage._cdata)
         if block is None:
             block = self._new_block(storage, shared[2])
-        handle = _Handle(file, slot, block, any_stack(skip=2), self._step)
+        handle = _Handle(file, slot, block, raw_stack(2) or any_stack(2), self._step)
         file.handles.append(handle)
         file.unreturned += 1
         block.handles.append(handle)
@@ -279,7 +279,7 @@ class Ledger:
 
     def _note_open(self, counter_file: bytes | str, slot: int, storage: torch.UntypedStorage | None) -> None:
         """One more open of a handle; without a storage it was given back at once."""
-        opened = _Opened(counter_file, slot, any_stack(skip=2), self._step, len(self._opened))
+        opened = _Opened(counter_file, slot, raw_stack(2) or any_stack(2), self._step, len(self._opened))
         if storage is not None:
             opened.storage = weakref.ref(storage)
         self._opened.append(opened)
@@ -381,7 +381,7 @@ def _live_blocks(wanted: frozenset[int]) -> _Stacks | None:
     import torch
 
     try:
-        segments = torch._C._cuda_memorySnapshot(None)["segments"]
+        segments = _snapshot(torch._C._cuda_memorySnapshot)["segments"]
     except (AttributeError, RuntimeError, KeyError):
         return None
     live: dict[int, tuple[str, ...]] = {}
@@ -393,3 +393,10 @@ def _live_blocks(wanted: frozenset[int]) -> _Stacks | None:
                 live[address] = format_frames(block.get("frames", ()))
             address += block["size"]
     return live
+
+
+def _snapshot(read: Callable[..., dict[str, Any]]) -> dict[str, Any]:
+    try:
+        return read(None)
+    except TypeError:  # up to torch 2.6 it takes no memory pool
+        return read()

@@ -1,4 +1,5 @@
 import gc
+import itertools
 import os
 import struct
 import threading
@@ -446,6 +447,7 @@ class Device:
         self.producer = Producer(lambda slot: read_counter(self.name.decode(), slot.offset))
         self.freed = []
         self.serials = {}
+        self.numbers = itertools.count()
         self.closed = False
 
     def write(self, slot, value):
@@ -454,7 +456,7 @@ class Device:
     def share(self, storage):
         key = storage._cdata
         if key not in self.serials:
-            self.serials[key] = len(self.freed) + len(self.serials)
+            self.serials[key] = next(self.numbers)
             weakref.finalize(storage, self.died, key)
         slot = self.producer.export(self.serials[key]).offset
         self.write(slot, 1)
@@ -716,6 +718,47 @@ def test_a_collection_by_the_allocator_shows_in_the_addresses(device, monkeypatc
         monkeypatch.setattr(torch._C, "_cuda_memorySnapshot", lambda _: device.snapshot([held]), raising=False)
         export = ledger.reading()[0][1]
     assert (export.dropped, export.freed, export.counter) == (True, True, -1)
+
+
+def test_a_later_block_at_the_address_tells_that_the_older_one_was_freed(device, monkeypatch):
+    monkeypatch.setattr(torch.UntypedStorage, "data_ptr", lambda self: 4096)
+    live = {"address": 4096, "size": 512, "state": "active_allocated"}
+    monkeypatch.setattr(
+        torch._C, "_cuda_memorySnapshot", lambda _: {"segments": [{"address": 0, "blocks": [live]}]}, raising=False
+    )
+    with Ledger() as ledger:
+        older = storage()
+        share(older)
+        del older
+        newer = storage()
+        share(newer)
+        assert [export.freed for export in ledger.reading()[0]] == [True, False]
+
+
+def test_a_torch_whose_snapshot_takes_no_pool_is_asked_without(device, monkeypatch):
+    with Ledger() as ledger:
+        block = storage()
+        share(block)
+        monkeypatch.setattr(torch._C, "_cuda_memorySnapshot", lambda: device.snapshot([block]), raising=False)
+        assert one(ledger.reading()[0]).allocated == ("app/pool.py:12 in grow",)
+
+
+def test_counter_files_whose_handles_all_came_back_are_let_go(device):
+    with Ledger() as ledger:
+        files = [Device() for _ in range(70)]
+        for step, each in enumerate(files):
+            device.name, device.file, device.producer = each.name, each.file, each.producer
+            ledger.mark(step)
+            block = storage()
+            view = open_(share(block))
+            del view, block
+        lost = storage()
+        share(lost)
+        ledger.mark(70)
+        assert len(ledger._files) == 64
+        for each in files[:-1]:
+            os.close(each.file)
+        assert [export.counter for export in ledger.reading()[0]] == [0] * 70 + [1]
 
 
 def test_the_allocating_lines_of_kept_blocks_are_told(device, monkeypatch):

@@ -5,6 +5,7 @@ On this machine's device: the emulated one, or a GPU with `--sglmem-device cuda`
 
 import pytest
 
+from pytest_sglmem import RankDied
 from pytest_sglmem.ipc import ipc_audit
 
 pytestmark = [pytest.mark.gpu_memory, pytest.mark.filterwarnings("ignore::pytest_sglmem.IpcContractWarning")]
@@ -292,3 +293,24 @@ def test_a_body_of_some_ranks_of_the_group(world):
         return [fault.kind for fault in found.faults]
 
     assert world.run(run) == [["never-opened"], None]
+
+
+@pytest.mark.world(size=3)
+def test_a_peer_that_died_with_the_handle_open(world):
+    def body():
+        import os
+        import signal
+
+        import torch.distributed as dist
+
+        staging = block() if dist.get_rank() == 0 else None
+        reduced = send(reduce(staging) if dist.get_rank() == 0 else None)
+        view = rebuild(reduced) if dist.get_rank() == 2 else None
+        barrier()
+        if view is not None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.raises(RankDied):
+        world.run(body)
+    (fault,) = world.audit().faults
+    assert told(fault) == ("dead-peer", 0, 1, 1, MIB, (2,), (0,))
