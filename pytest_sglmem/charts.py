@@ -17,16 +17,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from xml.etree import ElementTree
 
+import pygal
+import pygal.style
+
 from . import words
 from .document import LiveBytes
 
 # pygal leaves an import hook of the old kind in `sys.meta_path` (for map plug-ins, unused here). From then on Python
 # 3.10 and 3.11 warn at modules they look for; a session under `-W error` fails at its next import. So it goes again.
-_FINDERS = tuple(sys.meta_path)
-import pygal  # noqa: E402
-import pygal.style  # noqa: E402
-
-sys.meta_path[:] = [finder for finder in sys.meta_path if finder in _FINDERS]
+sys.meta_path[:] = [finder for finder in sys.meta_path if type(finder).__module__ != "pygal"]
 
 COLOURS = 8
 POINTS = 480  # a drawing is some 500 units wide: more points a line cannot be seen
