@@ -410,7 +410,7 @@ def test_report_needs_neither_torch_nor_pytest_nor_the_extra(pytester):
         for name in ("torch", "numpy", "pytest", "jinja2", "pygal"):
             sys.modules[name] = None
         from pytest_sglmem import report
-        document = report.session([], versions={}, machine={})
+        document = report.session([], versions={"pytest_sglmem": "0", "python": "3"}, machine={"device": None})
         report.write(document, "r.json")
         report.terminal_lines(report.load("r.json"))
         """
