@@ -87,11 +87,18 @@ def stack() -> Stack:
     return tuple(found)
 
 
-def lines(frames: Stack) -> list[dict[str, Any]]:
-    """The frames in the form torch gives them."""
-    return [
-        {"filename": code.co_filename, "line": _line(code, offset), "name": code.co_name} for code, offset in frames
-    ]
+def lines(frames: Stack, worded: dict[tuple[int, int], dict[str, Any]] | None = None) -> list[dict[str, Any]]:
+    """The frames in the form torch gives them. `worded`: frames that this snapshot has already, by code and offset."""
+    worded = {} if worded is None else worded
+    found: list[dict[str, Any]] = []
+    for code, offset in frames:
+        key = id(code), offset  # hashing the code itself takes longer than all the rest
+        frame = worded.get(key)
+        if frame is None:
+            frame = {"filename": code.co_filename, "line": _line(code, offset), "name": code.co_name}
+            worded[key] = frame
+        found.append(frame)
+    return found
 
 
 @lru_cache(maxsize=16384)
@@ -105,6 +112,7 @@ def _line(code: CodeType, offset: int) -> int:
 def segment(known: Segment, blocks: list[Block]) -> dict[str, Any]:
     """A segment in the form torch's snapshot has."""
     live = [block for block in blocks if block.state != "inactive"]
+    worded: dict[tuple[int, int], dict[str, Any]] = {}
     return {
         "device": known.device,
         "address": known.address,
@@ -117,15 +125,15 @@ def segment(known: Segment, blocks: list[Block]) -> dict[str, Any]:
         "segment_pool_id": (0, 0),
         "is_expandable": False,
         "frames": lines(known.frames),
-        "blocks": [_block(block) for block in blocks],
+        "blocks": [_block(block, worded) for block in blocks],
     }
 
 
-def _block(block: Block) -> dict[str, Any]:
+def _block(block: Block, worded: dict[tuple[int, int], dict[str, Any]]) -> dict[str, Any]:
     return {
         "address": block.address or block.segment.address + block.offset,
         "size": block.size,
         "requested_size": block.requested,
         "state": block.state,
-        "frames": lines(block.frames),
+        "frames": lines(block.frames, worded),
     }
