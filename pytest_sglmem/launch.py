@@ -315,21 +315,25 @@ class Launcher:
         """Fork these ranks into a prepared folder. Raises LaunchError."""
         pipes: dict[int, Pipe] = {}
         self._wait_ready()
-        for rank in ranks:
-            here, there = socket.socketpair()
-            with there:
-                pipes[rank] = Pipe(here)
-                self.ask("fork", str(folder), rank, fds=[there.fileno()])
-        made: list[RankProcess] = []
-        limit = time.monotonic() + FORK_LIMIT
-        for rank, pipe in pipes.items():
-            key = f"{folder}/{rank}"
-            self._listen_until(lambda key=key: key in self._forked, limit, "to fork a rank")  # type: ignore[misc]
-            pid = self._forked.pop(key)
-            if pid < 0:
-                raise LaunchError(f"rank {rank} could not be forked: {os.strerror(-pid)}")
-            made.append(LocalRank(self, rank, pid, pipe, folder))
-        return made
+        try:
+            for rank in ranks:
+                here, there = socket.socketpair()
+                with there:
+                    pipes[rank] = Pipe(here)
+                    self.ask("fork", str(folder), rank, fds=[there.fileno()])
+            return [LocalRank(self, rank, self._pid(folder, rank), pipe, folder) for rank, pipe in pipes.items()]
+        except BaseException:
+            for pipe in pipes.values():  # what was forked already sees the end of its pipe, and ends
+                pipe.close()
+            raise
+
+    def _pid(self, folder: Path, rank: int) -> int:
+        key = f"{folder}/{rank}"
+        self._listen_until(lambda: key in self._forked, time.monotonic() + FORK_LIMIT, "to fork a rank")
+        pid = self._forked.pop(key)
+        if pid < 0:
+            raise LaunchError(f"rank {rank} could not be forked: {os.strerror(-pid)}")
+        return pid
 
     def forget(self, processes: Iterable[RankProcess]) -> None:
         """The world is over: close its pipes, remove its folder, give its GPUs back."""
@@ -531,8 +535,7 @@ def serve(fd: str, folder: str, path: str, *preload: str) -> None:
         try:
             importlib.import_module(name)
         except ImportError as error:
-            if name == "torch":
-                raise SystemExit(f"a world needs torch: {error}") from error
+            raise SystemExit(f"a world needs {name}: {error}") from error
     # Ranks share these pages: a collection in a rank neither walks nor copies them. No collection before: it would
     # leave holes in them, which ranks then fill, a copied page for each (6 MB a rank more).
     gc.freeze()

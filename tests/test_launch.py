@@ -1,0 +1,297 @@
+from __future__ import annotations
+
+import fcntl
+import os
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pytest_sglmem import launch
+from pytest_sglmem.launch import Launcher, LaunchError, Pipe, Spec
+from pytest_sglmem.world import World
+
+LIMIT = 20.0  # seconds that anything here may take before a test says so
+
+
+def wait_for_ends(pids):
+    """Return when all of these processes have ended; AssertionError where one lives on after the limit."""
+    for pid in pids:
+        try:
+            fd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        ready, _, _ = select.select([fd], [], [], LIMIT)
+        os.close(fd)
+        assert ready, f"process {pid} lives on"
+
+
+# ------------------------------------------------------------------------------------ nothing is left behind
+
+HOST = """
+import os, sys
+from pytest_sglmem.launch import Launcher, Spec
+from pytest_sglmem.world import World
+launcher = Launcher()
+world = World.start(launcher, Spec(size=2))
+pids = world.run(os.getpid)
+print(launcher._server.pid, *pids, launcher.folder, flush=True)
+{then}
+"""
+
+
+def host(then, **popen):
+    """A process with a world of two; returns it, its server's and ranks' ids, and its folder."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOST.format(then=then)], stdout=subprocess.PIPE, text=True, **popen
+    )
+    *pids, folder = process.stdout.readline().split()
+    return process, [int(pid) for pid in pids], Path(folder)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV])
+def test_ranks_server_and_folder_go_with_pytest_however_it_ends(number):
+    process, pids, folder = host("world.run(__import__('time').sleep, 3600)")
+    with process:
+        process.send_signal(number)
+        process.wait(LIMIT)
+    wait_for_ends(pids)
+    assert not folder.exists()
+
+
+def test_a_copy_of_pytest_that_lives_on_keeps_no_rank_alive():
+    process, pids, folder = host("print(os.fork(), flush=True) or __import__('time').sleep(3600)")
+    with process:
+        copy = int(process.stdout.readline())
+        process.kill()
+        process.wait(LIMIT)
+        wait_for_ends(pids)
+        os.kill(copy or int(process.stdout.readline()), signal.SIGKILL)
+    assert not folder.exists()
+
+
+def test_ranks_go_with_the_server():
+    process, (server, *ranks), folder = host("sys.stdin.read(); launcher.close()", stdin=subprocess.PIPE)
+    with process:
+        os.kill(server, signal.SIGKILL)
+        wait_for_ends(ranks)
+        process.stdin.close()
+        assert process.wait(LIMIT) == 0
+    assert not folder.exists()
+
+
+def test_ctrl_c_ends_everything_at_once():
+    process, pids, folder = host("world.run(__import__('time').sleep, 3600)", stderr=subprocess.PIPE)
+    with process:
+        process.send_signal(signal.SIGINT)
+        assert "KeyboardInterrupt" in process.stderr.read()
+        process.wait(LIMIT)
+    wait_for_ends(pids)
+    assert not folder.exists()
+
+
+def test_counters_of_cuda_handles_of_a_killed_rank_are_removed():
+    launcher = Launcher()
+    try:
+        world = World.start(launcher, Spec(size=1))
+        (pid,) = world.run(os.getpid)
+        left = Path(f"/dev/shm/torch_{pid}_1_1")
+        left.write_bytes(b"")
+        world._abandon("for the test", quick=True)
+        assert not left.exists()
+        world.close()
+    finally:
+        launcher.close()
+
+
+# ----------------------------------------------------------------------------------------------- the server
+
+
+def test_a_server_that_cannot_start_says_why():
+    launcher = Launcher(preload=["torch", "no_such_module"])
+    try:
+        with pytest.raises(LaunchError, match="no_such_module"):
+            World.start(launcher, Spec())
+        assert not launcher.mine()
+    finally:
+        launcher.close()
+    assert not launcher.folder.exists()
+
+
+def test_a_server_that_dies_is_told_and_a_call_does_not_wait_for_it():
+    launcher = Launcher()
+    try:
+        world = World.start(launcher, Spec(size=1, timeout=60.0))
+        launcher._server.kill()
+        with pytest.raises(LaunchError, match=r"the fork server ended \(status -9\)"):
+            world.run(__import__("time").sleep, 3600)
+        assert not launcher.mine()
+        with pytest.raises(LaunchError, match="the fork server ended"):
+            World.start(launcher, Spec(size=1))
+        world.close()
+    finally:
+        launcher.close()
+
+
+def test_a_fork_of_pytest_does_not_use_its_launcher():
+    launcher = Launcher()
+    try:
+        assert launcher.mine()
+        pid = os.fork()
+        if pid == 0:
+            refused = 0
+            try:
+                launcher.start(Spec())
+            except LaunchError:
+                refused = 7
+            launcher.close()
+            os._exit(refused + launcher.mine())
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+        world = World.start(launcher, Spec(size=1))
+        assert world.run(int) == [0]
+        world.close()
+    finally:
+        launcher.close()
+
+
+def test_closing_twice_is_closing():
+    launcher = Launcher(preload=[])
+    launcher.close()
+    launcher.close()
+    assert launcher._server.returncode is not None
+    assert not launcher.folder.exists()
+
+
+def test_two_worlds_side_by_side():
+    launcher = Launcher()
+    try:
+        one, other = World.start(launcher, Spec(size=2)), World.start(launcher, Spec(size=1))
+        assert (one.run(int), other.run(int)) == ([0, 0], [0])
+        one.close()
+        assert other.run(int) == [0]
+        other.close()
+    finally:
+        launcher.close()
+
+
+# -------------------------------------------------------------------------------------------------- pipes
+
+
+@pytest.fixture
+def ends():
+    here, there = socket.socketpair()
+    pipe = Pipe(here)
+    yield pipe, there
+    pipe.close()
+    there.close()
+
+
+def framed(message):
+    return struct.pack("!Q", len(message)) + message
+
+
+def test_messages_come_whole_whatever_the_pieces(ends):
+    pipe, there = ends
+    data = framed(b"one") + framed(b"") + framed(b"three")
+    there.sendall(data[:-1])
+    assert pipe.receive() == [b"one", b""]
+    assert pipe.receive() == []
+    there.sendall(data[-1:])
+    assert pipe.receive() == [b"three"]
+
+
+def test_a_message_that_stops_in_the_middle_is_no_wait_and_no_message(ends):
+    pipe, there = ends
+    there.sendall(framed(b"whole") + framed(b"cut")[:-1])
+    there.close()
+    assert pipe.receive() == [b"whole"]
+    with pytest.raises(EOFError):
+        pipe.receive()
+
+
+def test_sending_to_one_that_does_not_read_ends_at_the_limit(ends):
+    pipe, _ = ends
+    with pytest.raises(TimeoutError):
+        pipe.send(bytes(1 << 24), limit=0.05)
+
+
+# ------------------------------------------------------------------------------------------ device, GPUs, ports
+
+
+def fake_gpus(monkeypatch, count):
+    class Nvml:
+        def nvmlInit_v2(self):
+            return 0
+
+        def nvmlShutdown(self):
+            return 0
+
+        def nvmlDeviceGetCount_v2(self, by_reference):
+            by_reference._obj.value = count
+            return 0
+
+    monkeypatch.setattr(launch.ctypes, "CDLL", lambda _: Nvml())
+
+
+@pytest.mark.parametrize(
+    ("visible", "count"),
+    [(None, 4), ("", 0), ("0", 1), ("2,3", 2), ("GPU-aa,GPU-bb", 2), ("0,-1,2", 1), ("-1", 0), ("0,1,2,3,4,5", 4)],
+)
+def test_gpus_that_a_rank_will_see(monkeypatch, visible, count):
+    fake_gpus(monkeypatch, 4)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert launch.visible_gpus() == count
+
+
+def test_the_device_by_what_is_there(monkeypatch):
+    assert launch.resolve_device("emulated") == "emulated"
+    monkeypatch.setattr(launch, "no_cuda", lambda: "")
+    assert launch.resolve_device("auto") == launch.resolve_device("cuda") == "cuda"
+    monkeypatch.setattr(launch, "no_cuda", lambda: "no GPU is visible")
+    assert launch.resolve_device("auto") == "emulated"
+    with pytest.raises(ValueError, match="no CUDA device to run on: no GPU is visible"):
+        launch.resolve_device("cuda")
+    with pytest.raises(ValueError, match="got 'tpu'"):
+        launch.resolve_device("tpu")
+
+
+def test_asking_for_the_device_does_not_import_torch():
+    program = (
+        "import sys; from pytest_sglmem import launch; launch.resolve_device('auto'); print('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "False\n"
+
+
+def test_two_workers_take_different_gpus_and_give_them_back(monkeypatch, tmp_path):
+    fake_gpus(monkeypatch, 3)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(launch.tempfile, "gettempdir", lambda: str(tmp_path))
+    first, locks = launch.lock_gpus(2)
+    assert first == (0, 1)
+    with pytest.raises(LaunchError, match="no 2 free GPUs within 0 s"):
+        launch.lock_gpus(2, limit=0)
+    second, more = launch.lock_gpus(1)
+    assert second == (2,)
+    for lock in locks:
+        os.close(lock)
+    again, last = launch.lock_gpus(2)
+    assert again == (0, 1)
+    with pytest.raises(LaunchError, match="4 whole GPUs asked for, 3 here"):
+        launch.lock_gpus(4)
+    for lock in (*more, *last):
+        fcntl.flock(lock, fcntl.LOCK_UN)
+        os.close(lock)
+
+
+def test_a_free_port_can_be_listened_on():
+    port = launch.free_port()
+    assert 20000 <= port < 32000
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", port))
