@@ -6,6 +6,7 @@ The rule by examples, settled bytes at the ends of the judged cycles, in MiB:
 - `[8, 9, 10, 11]` leak of 1 a cycle. Rank 0 `[8, 8, 8]`, rank 3 `[8, 9, 10]`: leak, on rank 3.
 - `[8, 9, 10, 10, 10]` filling: grew, then stood still. `[8, 8, 9]` filling too: grew, not proven to go on.
 - `[8, 9, 9, 10, 10, 11]` leak of 1/2: every value is above that of two cycles before, by the same amount.
+- `[8, 9]` after a warm-up that ended with 7: leak; after one that ended with 8, or after none: filling.
 - `[8, 8, 8]` where one site gains 1 in every cycle and others lose it: leak, compensated.
 
 Where a census says in which cycle live blocks were born, growth alone accuses nobody: a leak keeps blocks born in
@@ -52,6 +53,7 @@ __all__ = [
 ]
 
 Stack = tuple[str, ...]
+_FEWEST = 3  # cycles that can show a leak: one rise is a first use as well
 _STALL = 3  # cycles without growth before "filling" is believed: a leak of every third cycle would have grown again
 _LONG = 8  # cycles after which turnover shows: what is still kept from all of them is not the newest
 _IPC_MECHANISMS: Mapping[FaultKind, Mechanism] = {
@@ -123,7 +125,7 @@ def settled(rank_trace: RankTrace, warmup: int, least: int) -> bool:
     False while any site may still prove to leak; a leak itself is never settled early, because a cache that fills looks
     the same until it is full.
     """
-    if len(rank_trace.ends) - warmup < least:
+    if len(rank_trace.ends) - warmup < max(least, _FEWEST):
         return False
     books = _books(rank_trace, warmup, ())
     return not any(_may_leak(group) for group in (books.total, *books.stacks.values(), *books.sites.values()))
@@ -257,7 +259,7 @@ def _total(rank: RankTrace, warmup: int, ignored: Iterable[_Group], groups: dict
 def _growth(group: _Group) -> tuple[Fraction, Fraction] | None:
     """Bytes and blocks a cycle that the group leaks; None where it is not shown to leak."""
     count = len(group.bytes)
-    for lag in range(1, max(1, (count - 1) // 2) + 1):
+    for lag in range(1, (count - 1) // 2 + 1):
         if _grows(group, lag):
             first = (count - 1) % lag
             span = count - 1 - first
@@ -317,7 +319,8 @@ def _may_leak(group: _Group) -> bool:
 
 
 def _of_rank(rank: RankTrace, warmup: int, tolerance: int, ignore: Sequence[str]) -> _RankFinding:
-    books = _books(rank, warmup, ignore)
+    # Two judged cycles show one rise; where they follow a warm-up, its end is the third value.
+    books = _books(rank, warmup - 1 if warmup and len(rank.ends) - warmup == _FEWEST - 1 else warmup, ignore)
     total = _growth(books.total)
     leaks = _leaks(books, compensated=total is None)
     summed = sum((leak.rate for leak in leaks), Fraction(0))
@@ -326,12 +329,13 @@ def _of_rank(rank: RankTrace, warmup: int, tolerance: int, ignore: Sequence[str]
         leaks = _suspects(books) or [_Leak((), *total)]
     leaking = rate > tolerance
     ends = rank.ends[warmup:]
+    counted = books.total.bytes[-len(ends) :] if ends else []
     cyclic = _recurring([end.after_ipc.live - end.after_gc.live for end in ends])
     late = _recurring([end.as_is.live - end.after_ipc.live for end in ends])
     return _RankFinding(
         rank=rank.rank,
         settled=tuple(end.after_gc.live for end in ends),
-        word="leak" if leaking else _word_without_leak(books.total.bytes, cyclic, late),
+        word="leak" if leaking else _word_without_leak(counted, cyclic, late),
         bytes_per_cycle=ceil(rate) if leaking else 0,
         leaks=leaks if leaking else [],
         cyclic=cyclic,
@@ -339,7 +343,7 @@ def _of_rank(rank: RankTrace, warmup: int, tolerance: int, ignore: Sequence[str]
         tolerated=Fraction(0) if leaking else rate,
         ignored=sum((found[0] for g in books.ignored.values() if (found := _growth(g))), Fraction(0)),
         compensated=leaking and total is None,
-        still_growing=not leaking and _still_growing(books.total.bytes),
+        still_growing=not leaking and _still_growing(counted),
     )
 
 
@@ -520,6 +524,6 @@ def _note(found: Sequence[_RankFinding], trace: Trace, tolerance: int) -> str:
         said.append(f"hidden by ignored sites: {words.size(round(max(one.ignored for one in found)))} a cycle")
     if any(one.still_growing for one in found):
         said.append("still growing in the last cycle, not in the way of a leak: trace more cycles to be sure")
-    if trace.cycles < 2:
-        said.append("one cycle compares nothing: trace at least three")
+    if trace.cycles < _FEWEST:
+        said.append(f"too few cycles to tell a leak from a first use: trace at least {_FEWEST}")
     return "; ".join(said)
