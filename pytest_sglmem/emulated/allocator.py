@@ -16,7 +16,6 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from types import CodeType
-from typing import NamedTuple
 
 
 Stack = tuple[tuple[CodeType, int], ...]  # code and instruction, innermost first
@@ -29,17 +28,8 @@ LARGE_FROM = 10 << 20
 ROUND_SEGMENT = 2 << 20
 ADDRESSES_A_DEVICE = 1 << 48
 FIRST_ADDRESS = 1 << 52
-STATISTICS = (
-    "allocation",
-    "segment",
-    "active",
-    "inactive_split",
-    "allocated_bytes",
-    "reserved_bytes",
-    "active_bytes",
-    "inactive_split_bytes",
-    "requested_bytes",
-)
+
+COUNTS = ("num_alloc_retries", "num_ooms", "num_sync_all_streams", "num_device_alloc", "num_device_free")
 
 
 class OutOfDeviceMemory(Exception):
@@ -51,12 +41,8 @@ class OutOfDeviceMemory(Exception):
         self.wanted = wanted
 
 
-class Place(NamedTuple):
-    """Where free room is, and the order in which it is taken: the smallest first, then the oldest segment."""
-
-    size: int
-    segment: int
-    offset: int
+# Free room, in the order in which it is taken: the smallest first, then the oldest segment, then the lowest.
+Room = list[tuple[int, int, int, "Block"]]
 
 
 class Segment:
@@ -94,67 +80,138 @@ class Block:
         self.previous: Block | None = None
         self.next: Block | None = None
 
-    @property
-    def place(self) -> Place:
-        """Where it is, in the order in which free room is taken."""
-        return Place(self.size, self.segment.number, self.offset)
 
+class Tally:
+    """The numbers torch keeps for a pool, or for both together. What was freed follows from the totals.
 
-class Statistic:
-    """One number over time, as torch keeps it."""
+    A block that waits for another stream is no longer allocated and still active; since an allocation first ends every
+    such wait, the peak of what is active is that of what is allocated.
+    """
 
-    __slots__ = ("allocated", "current", "freed", "peak")
+    __slots__ = (
+        *(
+            "active_bytes_floor",
+            "active_floor",
+            "bytes",
+            "bytes_peak",
+            "bytes_total",
+            "count",
+            "count_peak",
+            "count_total",
+        ),
+        *("forgotten", "requested", "requested_peak", "requested_total", "reserved", "reserved_peak", "reserved_total"),
+        *(
+            "segments",
+            "segments_peak",
+            "segments_total",
+            "split",
+            "split_bytes",
+            "split_bytes_peak",
+            "split_bytes_total",
+        ),
+        *("split_peak", "split_total", "waiting", "waiting_bytes"),
+    )
 
     def __init__(self) -> None:
-        self.current = self.peak = self.allocated = self.freed = 0
+        for name in self.__slots__:
+            setattr(self, name, 0)
+        self.forgotten: dict[str, tuple[int, int]] = {}
 
-    def up(self, by: int) -> None:
-        """It grew."""
-        self.allocated += by
-        self.current = now = self.current + by
-        if now > self.peak:
-            self.peak = now
+    def up(self, size: int, requested: int) -> None:
+        """A block of `size` bytes, `requested` of them asked for, was handed out."""
+        self.count_total += 1
+        self.bytes_total += size
+        self.requested_total += requested
+        self.count = count = self.count + 1
+        self.bytes = live = self.bytes + size
+        self.requested = asked = self.requested + requested
+        if count > self.count_peak:
+            self.count_peak = count
+        if live > self.bytes_peak:
+            self.bytes_peak = live
+        if asked > self.requested_peak:
+            self.requested_peak = asked
 
-    def down(self, by: int) -> None:
-        """It shrank."""
-        self.freed += by
-        self.current -= by
+    def down(self, size: int, requested: int) -> None:
+        """It came back."""
+        self.count -= 1
+        self.bytes -= size
+        self.requested -= requested
 
-    def move_to(self, value: int) -> None:
-        """It is `value` now."""
-        if value > self.current:
-            self.up(value - self.current)
-        elif value < self.current:
-            self.down(self.current - value)
+    def reserve(self, size: int) -> None:
+        """A segment was taken from the driver."""
+        self.segments += 1
+        self.segments_total += 1
+        self.segments_peak = max(self.segments_peak, self.segments)
+        self.reserved += size
+        self.reserved_total += size
+        self.reserved_peak = max(self.reserved_peak, self.reserved)
 
-    def reset_peak(self) -> None:
-        """The peak is forgotten: it is what is there now."""
-        self.peak = self.current
+    def unreserve(self, size: int) -> None:
+        """A segment went back to the driver."""
+        self.segments -= 1
+        self.reserved -= size
+
+    def splits(self, pieces: int, size: int) -> None:
+        """Free room beside live blocks, which cannot go back to the driver, changed by so many pieces and bytes."""
+        self.split += pieces
+        self.split_bytes += size
+        if pieces > 0:
+            self.split_total += pieces
+            self.split_peak = max(self.split_peak, self.split)
+        if size > 0:
+            self.split_bytes_total += size
+            self.split_bytes_peak = max(self.split_bytes_peak, self.split_bytes)
+
+    def reset_peaks(self) -> None:
+        """Every peak is what is there now."""
+        for name in ("count", "bytes", "requested", "reserved", "segments", "split", "split_bytes"):
+            setattr(self, f"{name}_peak", getattr(self, name))
+        self.active_floor = self.count + self.waiting
+        self.active_bytes_floor = self.bytes + self.waiting_bytes
 
     def reset_accumulated(self) -> None:
         """What was allocated and freed so far is forgotten."""
-        self.allocated = self.freed = 0
+        self.forgotten = {name: (told["allocated"], told["freed"]) for name, told in self._all_time().items()}
 
-    def read(self) -> dict[str, int]:
-        """As torch names the four."""
-        return {"current": self.current, "peak": self.peak, "allocated": self.allocated, "freed": self.freed}
+    def read(self) -> dict[str, dict[str, int]]:
+        """The numbers by torch's names."""
+        told = self._all_time()
+        for name, (allocated, freed) in self.forgotten.items():
+            told[name]["allocated"] -= allocated
+            told[name]["freed"] -= freed
+        return told
+
+    def _all_time(self) -> dict[str, dict[str, int]]:
+        active, active_bytes = self.count + self.waiting, self.bytes + self.waiting_bytes
+        return {
+            "allocation": _number(self.count, self.count_peak, self.count_total),
+            "segment": _number(self.segments, self.segments_peak, self.segments_total),
+            "active": _number(active, max(self.count_peak, self.active_floor), self.count_total),
+            "inactive_split": _number(self.split, self.split_peak, self.split_total),
+            "allocated_bytes": _number(self.bytes, self.bytes_peak, self.bytes_total),
+            "reserved_bytes": _number(self.reserved, self.reserved_peak, self.reserved_total),
+            "active_bytes": _number(active_bytes, max(self.bytes_peak, self.active_bytes_floor), self.bytes_total),
+            "inactive_split_bytes": _number(self.split_bytes, self.split_bytes_peak, self.split_bytes_total),
+            "requested_bytes": _number(self.requested, self.requested_peak, self.requested_total),
+        }
+
+
+def _number(current: int, peak: int, total: int) -> dict[str, int]:
+    return {"current": current, "peak": peak, "allocated": total, "freed": total - current}
 
 
 class Pool:
-    """Small or large segments: the free room of each stream, and the statistics torch keeps for the pool."""
+    """Small or large segments: the free room of each stream, and the pool's numbers."""
 
-    def __init__(self) -> None:
-        self.free: dict[int, list[tuple[Place, Block]]] = {}
-        self.numbers = {name: Statistic() for name in STATISTICS}
-        self.whole_free = 0
-        self.whole_free_segments = 0
+    __slots__ = ("free", "keeps", "pieces", "tally", "whole", "whole_bytes")
 
-    def room(self, stream: int) -> list[tuple[Place, Block]]:
-        """The free blocks of a stream, smallest first."""
-        found = self.free.get(stream)
-        if found is None:
-            found = self.free[stream] = []
-        return found
+    def __init__(self, keeps: int) -> None:
+        self.free: dict[int, Room] = {}
+        self.keeps = keeps  # what is left of a block is split off from this size on
+        self.tally = Tally()
+        self.pieces = 0  # free blocks; `whole` of them are whole segments
+        self.whole = self.whole_bytes = 0
 
 
 def rounded(size: int) -> int:
@@ -184,79 +241,85 @@ class Allocator:
         self.fraction = 1.0
         self._on_miss = on_miss
         self.note: Callable[..., None] | None = None
-        self._small, self._large = Pool(), Pool()
-        self._all = {name: Statistic() for name in STATISTICS}
+        self._small, self._large = Pool(ROUND), Pool(SMALL + 1)
+        self._all = Tally()
         self._segments: dict[int, Segment] = {}
         self._next_segment = 0
         self._next_address = FIRST_ADDRESS + index * ADDRESSES_A_DEVICE
-        self._pending: list[Block] = []
-        self.counts = dict.fromkeys(
-            (
-                "num_alloc_retries",
-                "num_ooms",
-                "num_sync_all_streams",
-                "num_device_alloc",
-                "num_device_free",
-            ),
-            0,
-        )
+        self._waiting: list[Block] = []
+        self.counts = dict.fromkeys(COUNTS, 0)
 
     # -- allocation ------------------------------------------------------------------------------------------------
 
     def allocate(self, requested: int, stream: int, frames: Stack = ()) -> Block:
         """A block of at least `requested` bytes (more than none). Raises OutOfDeviceMemory."""
-        if self._pending:
-            self.finish_pending()
+        if self._waiting:
+            self.finish_waiting()
         size = rounded(requested)
         pool = self._small if size <= SMALL else self._large
         block = self._take(pool, size, stream)
         if block is None:
             self._on_miss()
             block = self._take(pool, size, stream) or self._take_new(pool, requested, size, stream, frames)
-        self._split(pool, block, size)
+        if block.size - size >= pool.keeps:
+            self._split(pool, block, size)
         block.requested = requested
         block.frames = frames
         block.state = "active_allocated"
-        block.address = self.address(block.size)
-        self._count_up(pool, block)
-        self._tell("alloc", block.address, block.size, stream, frames)
+        block.address = self._next_address
+        self._next_address += block.size
+        pool.tally.up(block.size, requested)
+        self._all.up(block.size, requested)
+        self._count_splits(pool)
+        if self.note is not None:
+            self.note(self.index, "alloc", block.address, block.size, stream, frames)
         return block
 
     def free(self, block: Block) -> None:
         """The block's last use ended. Where other streams used it, it waits for the next allocation, as torch does."""
         pool = self._small if block.segment.small else self._large
-        self._count_down(pool, block)
-        self._tell("free_requested", block.address, block.size, block.segment.stream)
-        if block.streams:
-            block.state = "active_pending_free"
-            self._pending.append(block)
-        else:
+        pool.tally.down(block.size, block.requested)
+        self._all.down(block.size, block.requested)
+        if self.note is not None:
+            self.note(self.index, "free_requested", block.address, block.size, block.segment.stream)
+        if not block.streams:
             self._give_back(pool, block)
+            return
+        block.state = "active_pending_free"
+        self._waiting.append(block)
+        for tally in (pool.tally, self._all):
+            tally.waiting += 1
+            tally.waiting_bytes += block.size
 
-    def finish_pending(self) -> None:
+    def finish_waiting(self) -> None:
         """Give back the blocks whose other streams are done, which on the emulated device they are at once."""
-        pending, self._pending = self._pending, []
-        for block in pending:
+        waiting, self._waiting = self._waiting, []
+        for block in waiting:
+            pool = self._small if block.segment.small else self._large
+            for tally in (pool.tally, self._all):
+                tally.waiting -= 1
+                tally.waiting_bytes -= block.size
             block.streams = None
-            self._give_back(self._small if block.segment.small else self._large, block)
+            self._give_back(pool, block)
 
     def empty(self) -> None:
         """Give segments without a live block back to the driver."""
-        self.finish_pending()
-        for segment in [known for known in self._segments.values() if self._is_whole_free(known)]:
+        self.finish_waiting()
+        for segment in [known for known in self._segments.values() if _is_whole_free(known)]:
             self._drop_segment(segment)
 
     def _take(self, pool: Pool, size: int, stream: int) -> Block | None:
         room = pool.free.get(stream)
         if not room:
             return None
-        at = bisect_left(room, ((size, -1, -1),))
+        at = bisect_left(room, (size,))  # type: ignore[arg-type]
         if at == len(room):
             return None
-        block = room.pop(at)[1]
+        block = room.pop(at)[3]
+        pool.pieces -= 1
         if block.size == block.segment.size:
-            pool.whole_free -= block.size
-            pool.whole_free_segments -= 1
+            pool.whole -= 1
+            pool.whole_bytes -= block.size
         return block
 
     def _take_new(self, pool: Pool, requested: int, size: int, stream: int, frames: Stack) -> Block:
@@ -274,76 +337,66 @@ class Allocator:
         self._segments[number] = segment
         self._tell("segment_alloc", segment.address, wanted, stream, frames)
         self.counts["num_device_alloc"] += 1
-        for numbers in (self._all, pool.numbers):
-            numbers["segment"].up(1)
-            numbers["reserved_bytes"].up(wanted)
+        pool.tally.reserve(wanted)
+        self._all.reserve(wanted)
         return segment.first
 
     def _fits(self, wanted: int) -> bool:
         return self.reserved + wanted <= self.limit
 
     def _split(self, pool: Pool, block: Block, size: int) -> None:
-        left = block.size - size
-        if left < ROUND or (pool is self._large and left <= SMALL):
-            return
-        rest = Block(block.segment, block.offset + size, left)
+        segment, follower = block.segment, block.next
+        rest = Block(segment, block.offset + size, block.size - size)
         block.size = size
-        rest.previous, rest.next = block, block.next
-        if block.next is not None:
-            block.next.previous = rest
+        rest.previous, rest.next = block, follower
+        if follower is not None:
+            follower.previous = rest
         block.next = rest
-        insort(pool.room(block.segment.stream), (rest.place, rest), key=_place)
+        self._put(pool, rest)
+
+    def _put(self, pool: Pool, block: Block) -> None:
+        segment = block.segment
+        room = pool.free.get(segment.stream)
+        if room is None:
+            room = pool.free[segment.stream] = []
+        insort(room, (block.size, segment.number, block.offset, block))
+        pool.pieces += 1
+
+    def _remove(self, pool: Pool, block: Block) -> None:
+        room = pool.free[block.segment.stream]
+        del room[bisect_left(room, (block.size, block.segment.number, block.offset))]  # type: ignore[arg-type]
+        pool.pieces -= 1
 
     def _give_back(self, pool: Pool, block: Block) -> None:
-        self._tell("free_completed", block.address, block.size, block.segment.stream)
+        if self.note is not None:
+            self.note(self.index, "free_completed", block.address, block.size, block.segment.stream)
         block.state = "inactive"
         block.frames = ()
         block.address = block.requested = 0
-        room = pool.room(block.segment.stream)
-        for numbers in (self._all, pool.numbers):
-            numbers["active"].down(1)
-            numbers["active_bytes"].down(block.size)
         follower, previous = block.next, block.previous
         if follower is not None and follower.state == "inactive":
-            self._remove(room, follower)
-            self._swallow(block, follower)
+            self._remove(pool, follower)
+            _swallow(block, follower)
         if previous is not None and previous.state == "inactive":
-            self._remove(room, previous)
-            self._swallow(previous, block)
+            self._remove(pool, previous)
+            _swallow(previous, block)
             block = previous
-        insort(room, (block.place, block), key=_place)
+        self._put(pool, block)
         if block.size == block.segment.size:
-            pool.whole_free += block.size
-            pool.whole_free_segments += 1
+            pool.whole += 1
+            pool.whole_bytes += block.size
         self._count_splits(pool)
-
-    @staticmethod
-    def _swallow(block: Block, follower: Block) -> None:
-        block.size += follower.size
-        block.next = follower.next
-        if follower.next is not None:
-            follower.next.previous = block
-        follower.previous = follower.next = None
-
-    @staticmethod
-    def _remove(room: list[tuple[Place, Block]], block: Block) -> None:
-        del room[bisect_left(room, block.place, key=_place)]
-
-    def _is_whole_free(self, segment: Segment) -> bool:
-        first = segment.first
-        return first.state == "inactive" and first.size == segment.size
 
     def _drop_segment(self, segment: Segment) -> None:
         pool = self._small if segment.small else self._large
-        self._remove(pool.room(segment.stream), segment.first)
-        pool.whole_free -= segment.size
-        pool.whole_free_segments -= 1
+        self._remove(pool, segment.first)
+        pool.whole -= 1
+        pool.whole_bytes -= segment.size
         del self._segments[segment.number]
         self._tell("segment_free", segment.address, segment.size, segment.stream)
         self.counts["num_device_free"] += 1
-        for numbers in (self._all, pool.numbers):
-            numbers["segment"].down(1)
-            numbers["reserved_bytes"].down(segment.size)
+        pool.tally.unreserve(segment.size)
+        self._all.unreserve(segment.size)
 
     def address(self, size: int) -> int:
         """A range of `size` bytes that nobody had before and nobody gets again."""
@@ -357,37 +410,13 @@ class Allocator:
 
     # -- numbers ---------------------------------------------------------------------------------------------------
 
-    def _count_up(self, pool: Pool, block: Block) -> None:
-        size, requested = block.size, block.requested
-        for numbers in (self._all, pool.numbers):
-            numbers["allocation"].up(1)
-            numbers["active"].up(1)
-            numbers["allocated_bytes"].up(size)
-            numbers["active_bytes"].up(size)
-            numbers["requested_bytes"].up(requested)
-        self._count_splits(pool)
-
-    def _count_down(self, pool: Pool, block: Block) -> None:
-        size, requested = block.size, block.requested
-        for numbers in (self._all, pool.numbers):
-            numbers["allocation"].down(1)
-            numbers["allocated_bytes"].down(size)
-            numbers["requested_bytes"].down(requested)
-
     def _count_splits(self, pool: Pool) -> None:
-        """Free room in segments that also hold live blocks: it cannot be given back to the driver."""
-        numbers = pool.numbers
-        split = numbers["reserved_bytes"].current - numbers["active_bytes"].current - pool.whole_free
-        pieces = sum(map(len, pool.free.values())) - pool.whole_free_segments
-        everything = self._all
-        everything["inactive_split_bytes"].move_to(
-            everything["inactive_split_bytes"].current + split - numbers["inactive_split_bytes"].current
-        )
-        everything["inactive_split"].move_to(
-            everything["inactive_split"].current + pieces - numbers["inactive_split"].current
-        )
-        numbers["inactive_split_bytes"].move_to(split)
-        numbers["inactive_split"].move_to(pieces)
+        tally = pool.tally
+        pieces = pool.pieces - pool.whole - tally.split
+        size = tally.reserved - tally.bytes - tally.waiting_bytes - pool.whole_bytes - tally.split_bytes
+        if pieces or size:
+            tally.splits(pieces, size)
+            self._all.splits(pieces, size)
 
     @property
     def limit(self) -> int:
@@ -397,45 +426,33 @@ class Allocator:
     @property
     def allocated(self) -> int:
         """Bytes in live blocks."""
-        return self._all["allocated_bytes"].current
+        return self._all.bytes  # type: ignore[no-any-return]
 
     @property
     def reserved(self) -> int:
         """Bytes in segments, live or cached."""
-        return self._all["reserved_bytes"].current
+        return self._all.reserved  # type: ignore[no-any-return]
 
     def statistics(self) -> dict[str, object]:
         """Nested, as `torch._C._cuda_memoryStats` gives them."""
-        answer: dict[str, object] = {
-            name: {
-                "all": self._all[name].read(),
-                "small_pool": self._small.numbers[name].read(),
-                "large_pool": self._large.numbers[name].read(),
-            }
-            for name in STATISTICS
+        everything, small, large = self._all.read(), self._small.tally.read(), self._large.tally.read()
+        pools: dict[str, object] = {
+            name: {"all": number, "small_pool": small[name], "large_pool": large[name]}
+            for name, number in everything.items()
         }
-        nothing = {"current": 0, "peak": 0, "allocated": 0, "freed": 0}
-        return (
-            answer
-            | self.counts
-            | {"max_split_size": -1}
-            | {name: dict(nothing) for name in ("oversize_allocations", "oversize_segments")}
-        )
+        oversize = {name: _number(0, 0, 0) for name in ("oversize_allocations", "oversize_segments")}
+        return {**pools, **oversize, **self.counts, "max_split_size": -1}
 
     def reset_peaks(self) -> None:
         """Every peak is what is there now."""
-        for number in self._each_number():
-            number.reset_peak()
+        for tally in (self._all, self._small.tally, self._large.tally):
+            tally.reset_peaks()
 
     def reset_accumulated(self) -> None:
         """What was allocated and freed so far is forgotten, and so are the counts of events."""
-        for number in self._each_number():
-            number.reset_accumulated()
-        self.counts = dict.fromkeys(self.counts, 0)
-
-    def _each_number(self) -> Iterator[Statistic]:
-        for numbers in (self._all, self._small.numbers, self._large.numbers):
-            yield from numbers.values()
+        for tally in (self._all, self._small.tally, self._large.tally):
+            tally.reset_accumulated()
+        self.counts = dict.fromkeys(COUNTS, 0)
 
     def segments(self) -> Iterator[tuple[Segment, list[Block]]]:
         """Every segment with its blocks, live and free, in order of their place."""
@@ -448,5 +465,14 @@ class Allocator:
             yield segment, blocks
 
 
-def _place(entry: tuple[Place, Block]) -> Place:
-    return entry[0]
+def _is_whole_free(segment: Segment) -> bool:
+    return segment.first.state == "inactive" and segment.first.size == segment.size
+
+
+def _swallow(block: Block, follower: Block) -> None:
+    """`block` takes the room of the free one behind it."""
+    block.size += follower.size
+    block.next = follower.next
+    if follower.next is not None:
+        follower.next.previous = block
+    follower.previous = follower.next = None

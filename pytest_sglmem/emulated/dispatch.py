@@ -149,33 +149,44 @@ class Accounting(TorchDispatchMode):
 
     def _common(self, plan: Plan, args: Any, kwargs: dict[str, Any]) -> int:
         """The device of the inputs: that of the first which is no 0-dim CPU tensor. Raises where they are mixed."""
-        where, here = self._where, None
-        for tensor in _tensors(args, kwargs):
+        where, here, alone = self._where, None, True
+        for tensor in _tensors(args, kwargs) if kwargs or not all(map(_is_plain, args)) else args:
+            if not isinstance(tensor, _Tensor):
+                continue
             try:
                 owned = where.get(storage_of(tensor)._cdata)
             except (NotImplementedError, RuntimeError):
                 owned = self._memory.find(tensor)
             index = CPU if owned is None else owned.index
-            if here is None or here == index:
+            if index != here:
+                if here is not None:
+                    alone = False
+                    break
                 if index != CPU or tensor.dim():
                     here = index
-            elif not plan.mixing and not plan.elementwise:
-                if index == CPU and (not tensor.dim() or self._joins(tensor, here)):
-                    continue
-                if here == CPU and self._all_join(args, kwargs, index):
-                    here = index
-                    continue
-                raise RuntimeError(self._mixed(plan, here, index))
-            elif here == CPU and plan.name != "aten::copy_":
-                here = index
-        return CPU if here is None else here
+        if alone:
+            return CPU if here is None else here
+        return self._common_of_mixed(plan, args, kwargs)
 
-    def _mixed(self, plan: Plan, one: int, other: int) -> str:
-        names = ["cpu" if index == CPU else f"cuda:{index}" for index in (one, other)]
-        return (
-            "Expected all tensors to be on the same device, but found at least two devices, "
-            f"{names[0]} and {names[1]}! (in {plan.name})"
-        )
+    def _common_of_mixed(self, plan: Plan, args: Any, kwargs: dict[str, Any]) -> int:
+        """As `_common`, where the inputs are known to be of several devices."""
+        here: int | None = None
+        for tensor in _tensors(args, kwargs):
+            owned = self._memory.find(tensor)
+            index = CPU if owned is None else owned.index
+            if index == CPU and not tensor.dim():
+                continue
+            if here is None or here == index:
+                here = index
+            elif plan.mixing or plan.elementwise:
+                here = index if here == CPU and not plan.inplace else here
+            elif index == CPU and self._joins(tensor, here):
+                continue
+            elif here == CPU and self._all_join(args, kwargs, index):
+                here = index
+            else:
+                raise RuntimeError(_mixed(plan, here, index))
+        return CPU if here is None else here
 
     def _index(self, device: torch.device) -> int:
         index = self._thread.device if device.index is None else device.index
@@ -267,6 +278,18 @@ class Accounting(TorchDispatchMode):
         return all([self._joins(tensor, index) for tensor in found])
 
 
+def _mixed(plan: Plan, one: int, other: int) -> str:
+    names = ["cpu" if index == CPU else f"cuda:{index}" for index in (one, other)]
+    return (
+        "Expected all tensors to be on the same device, but found at least two devices, "
+        f"{names[0]} and {names[1]}! (in {plan.name})"
+    )
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) not in _LISTS
+
+
 def _tensors(args: Any, kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
     for value in args:
         if isinstance(value, torch.Tensor):
@@ -300,6 +323,7 @@ def _call() -> Call:
 
 INVALID_DEVICE = "CUDA error: invalid device ordinal\n(the emulated machine has fewer devices: emulated_cuda(devices=) says how many)"
 _LISTS = (list, tuple)
+_Tensor = torch.Tensor
 _PLAIN = torch._C._disabled_torch_dispatch_impl
 _CPU_DEVICE = torch.device("cpu")
 _OURS = frozenset({__file__, torch._ops.__file__})

@@ -137,13 +137,19 @@ class Memory:
             self._late.append((owned, stream, frames))
             return
         allocator = self.allocators[owned.index]
-        with self.locked():
-            try:
-                owned.block = allocator.allocate(owned.nbytes, stream, frames)
-                return
-            except OutOfDeviceMemory as error:
-                message = out_of_memory(allocator, error)
-        raise torch.OutOfMemoryError(message)
+        self._lock.acquire()  # as `with self.locked()`, which would cost 1 us an operator here
+        self._holder = threading.get_ident()
+        try:
+            if self._dead:
+                self.count()
+            owned.block = allocator.allocate(owned.nbytes, stream, frames)
+        except OutOfDeviceMemory as error:
+            raise torch.OutOfMemoryError(out_of_memory(allocator, error)) from None
+        finally:
+            self._holder = 0
+            self._lock.release()
+        if self._dead or self._late:
+            self.settle()
 
     def release(self, block: Block) -> None:
         """The block goes back to its device's allocator. The lock is held."""
