@@ -166,8 +166,10 @@ class Caller:
                 self._loop = asyncio.new_event_loop()
             else:
                 coroutine.close()
-                raise RuntimeError("appends that are coroutine functions run in a loop of their own: "
-                                   "call this from a plain test function, not from a coroutine")
+                raise RuntimeError(
+                    "appends that are coroutine functions run in a loop of their own: "
+                    "call this from a plain test function, not from a coroutine"
+                )
         self._loop.run_until_complete(coroutine)
 
 

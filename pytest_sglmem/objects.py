@@ -1,8 +1,8 @@
 """GC-tracked objects: what appends leave behind, who keeps it, and what a full collection then costs.
 
 `GcTracked` is what the fixture `gc_tracked` gives a test. It counts live plus frozen objects, runs appends by
-`appends.py`, judges by the rule of `windows.py`, and names the holders by `roots.py`. The collector's settings are
-afterwards as they were. It imports neither torch nor pytest.
+`appends.py`, judges by the rule of `windows.py`, names the holders by `roots.py`, times collections by `pauses.py`. The
+collector's settings are afterwards as they were. It imports neither torch nor pytest.
 
 What it does not see: memory outside the collector's care, beyond the bytes that tracemalloc counts. What another thread
 makes while appends run counts as theirs.
@@ -10,16 +10,21 @@ makes while appends run counts as theirs.
 
 from __future__ import annotations
 
+import dataclasses
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from . import heap, roots, windows
 from .appends import Append, Appends, Caller, traced
+from .cancelling import CancelAtEachAwait
+from .pauses import FullPause, Pauses, Stall, event_loop_stall, full_pause
 from .records import Growth
 
 _RATE, _KEPT = 1000, 300  # requests/s and seconds: the production that a message speaks of
-_REAL_NS = (360, 550)  # ns an object that a full collection costs in real servers
+_REAL_NS = (360, 550)  # ns an object that full collections of real servers were seen to cost
+_TRIES = 8  # appends pinned at one await, to see whether that one leaks
+_BLOCKS = 10  # timings of each side that assert_no_worse interleaves, so that the machine's moods strike both
 
 
 class GrowthError(AssertionError):
@@ -31,8 +36,8 @@ class GrowthError(AssertionError):
 
 
 class Grown:
-    """What a `growth()` block left. `objects`: live plus frozen (negative where more went than came); `by_type`: what
-    changed; empty and 0 until the block has ended.
+    """What a `growth()` block left: `objects` (live plus frozen; negative where more went than came) and `by_type`
+    (what changed). Zero and empty until the block has ended.
     """
 
     def __init__(self) -> None:
@@ -56,6 +61,7 @@ class GcTracked:
         self._record = record
         self._ignored = tuple(ignore_types)
         self._clock = clock
+        self._first = FullPause(heap.settle(clock), heap.walked())
 
     def count(self) -> int:
         """Objects in the collector's care now, live plus frozen. Collects nothing."""
@@ -64,9 +70,7 @@ class GcTracked:
     @contextmanager
     def growth(self) -> Iterator[Grown]:
         """`with gc_tracked.growth() as grown: ...`, then `grown.objects` and `grown.by_type`."""
-        grown = Grown()
-        before: dict[str, int] = {}
-        after: dict[str, int] = {}
+        grown, before, after = Grown(), dict[str, int](), dict[str, int]()
         with heap.settings_kept():
             heap.settle()
             before.update(heap.by_type())
@@ -77,7 +81,8 @@ class GcTracked:
                 heap.settle()
                 grown.objects = heap.comparable(self._ignored) - begun
                 after.update(heap.by_type())
-                grown.by_type = self._changes({name: after.get(name, 0) - before.get(name, 0) for name in before | after})
+                changes = {name: after.get(name, 0) - before.get(name, 0) for name in {**before, **after}}
+                grown.by_type = {name: round(n) for name, n in self._changes(changes).items()}
 
     def assert_flat(
         self, append: Append, *, times: int = 1000, per_append: float = 0, max_bytes_per_append: float | None = None
@@ -88,39 +93,195 @@ class GcTracked:
         function. `max_bytes_per_append` bounds the bytes that an append leaves, too. Raises ValueError for numbers that
         say nothing.
         """
-        growth = self._judge(append, times, per_append, max_bytes_per_append)
+        _check(times, per_append, max_bytes_per_append)
+        growth, walked = self._judge(append, times, per_append, max_bytes_per_append)
+        return self._verdict(growth, growth_message(growth, walked, max_bytes_per_append))
+
+    def cancel_at_each_await(self, request: Callable[[int], Coroutine[object, object, object]]) -> CancelAtEachAwait:
+        """An append for `assert_flat`: runs `request(i)` and cancels it at its first await, at the next call at its
+        second, and so on; past the last one it lets it end, and begins again. A failure names the awaits that leak.
+        """
+        return CancelAtEachAwait(request)
+
+    def pauses(self) -> Pauses:
+        """`with gc_tracked.pauses() as pauses: ...`, then `pauses.collections`: generation, seconds, collected, tracked
+        of each collection that happened meanwhile.
+        """
+        return Pauses(self._clock)
+
+    def assert_pause(self, max_ms: float | None = None, *, max_growth: float | None = None) -> Growth:
+        """Fail with `GrowthError` where a full collection, made now, takes more than `max_ms` milliseconds, or more
+        than `max_growth` times what it took when the test began.
+
+        `max_growth` does not hang on the machine's speed: let the history grow N-fold, and allow less than N.
+        """
+        if max_ms is None and max_growth is None:
+            raise ValueError("assert_pause needs max_ms (milliseconds), max_growth (a factor), or both")
+        first, now = self._first, full_pause(self._clock)
+        took, factor = now.seconds * 1e3, now.seconds / first.seconds if first.seconds else 1.0
+        said = []
+        if max_ms is not None and took > max_ms:
+            said.append(f"{took:.1f} ms is more than max_ms={max_ms:g}")
+        if max_growth is not None and factor > max_growth:
+            said.append(
+                f"{factor:.2f} times the {first.seconds * 1e3:.1f} ms at the test's start, more than {max_growth=:g}"
+            )
+        pauses = {"before": first.seconds * 1e3, "after": took}
+        growth = Growth("growing" if said else "flat", 0.0, {}, pause_ms=pauses, note="; ".join(said))
+        about = f"{now.walked:,} objects walked ({first.walked:,} then), {now.ns_per_object:.0f} ns each"
+        return self._verdict(growth, f"a full collection takes too long: {growth.note}\n  {about}")
+
+    def event_loop_stall(
+        self, append: Append, *, rate: float = _RATE, retention: float = _KEPT, turns: int = 2000
+    ) -> Stall:
+        """What an asyncio loop sees while a history lives: p50, p99 and worst lateness of its turns.
+
+        The history is that of `rate` requests/s kept for `retention` seconds: `rate * retention` appends are made
+        first, then `turns` turns of the loop with one append each, one of which meets a full collection.
+        """
+        if not (rate * retention >= 1 and turns >= 1):
+            raise ValueError(f"rate * retention and turns must be >= 1 (got {rate!r} * {retention!r}, {turns!r})")
+        with heap.settings_kept():
+            return event_loop_stall(append, alive=int(rate * retention), turns=turns, clock=self._clock)
+
+    def assert_no_worse(
+        self, candidate: Append, reference: Append, *, times: int = 1000, within: float = 1.5
+    ) -> tuple[Growth, Growth]:
+        """Fail with `GrowthError` where the candidate leaves more than the reference: tracked objects (exactly), bytes
+        or time of an append or of a full collection (more than `within` times). Returns both growths.
+        """
+        _check(times, 0, None)
+        theirs, _ = self._judge(reference, times, 0, None)
+        ours, _ = self._judge(candidate, times, 0, None)
+        seconds = self._seconds(candidate, reference, times)
+        worse = list(_worse(ours, theirs, seconds, within))
+        growth = dataclasses.replace(ours, verdict="growing" if worse else "flat", note="; ".join(worse))
+        message = "\n".join(["worse than the reference:", *(f"  {line}" for line in worse), *_held(ours)])
+        return self._verdict(growth, message), theirs
+
+    def _verdict(self, growth: Growth, message: str) -> Growth:
         self._record(growth)
         if growth.verdict == "growing":
-            raise GrowthError(growth, growth_message(growth))
+            raise GrowthError(growth, message)
         return growth
 
-    def _judge(self, append: Append, times: int, per_append: float, max_bytes: float | None) -> Growth:
-        _check(times, per_append, max_bytes)
+    def _judge(self, append: Append, times: int, per_append: float, max_bytes: float | None) -> tuple[Growth, int]:
+        """The growth, and how many objects the last full collection walked."""
         run = Appends(times, self._clock, self._ignored)
         with heap.settings_kept(), traced(), Caller(append) as call:
             run.run(call)
             objects = windows.rate(*(window.objects() for window in run.windows), slack=per_append)
-            bytes_ = windows.rate(*(window.bytes() for window in run.windows), slack=max_bytes or 0)
-            too_large = max_bytes is not None and bytes_.growing
             held_by = roots.growers(run.new, append) if objects.growing else ()
+            leaks = self._awaits(append, call) if objects.growing else ""
+        sizes = windows.rate(*(window.bytes() for window in run.windows), slack=max_bytes or 0)
         changes = {name: min(b - a, c - b) / run.length for name, (a, b, c) in _lined_up(run.types).items()}
-        by_type = self._changes({name: change for name, change in changes.items() if change > 0})
-        return Growth(
-            "growing" if objects.growing or too_large else "flat",
+        changes = {name: change for name, change in changes.items() if change > 0}
+        growth = Growth(
+            "growing" if objects.growing or (max_bytes is not None and sizes.growing) else "flat",
             objects.per_append,
-            by_type if objects.per_append else {},
+            self._changes(changes) if objects.per_append else {},
             held_by,
             {"before": run.pause_before * 1e3, "after": run.pause_after * 1e3},
             times,
             tuple(window.objects()[-1][1] - window.objects()[0][1] for window in run.windows),
-            bytes_.per_append,
+            sizes.per_append,
             per_append,
-            objects.note,
+            "; ".join(filter(None, (objects.note, leaks, self._hid(changes)))),
         )
+        return growth, run.walked
+
+    def _awaits(self, append: Append, call: Append) -> str:
+        """Which awaits leak when a request is cancelled there."""
+        if not isinstance(append, CancelAtEachAwait):
+            return ""
+        leaking = []
+        append.pinned = True
+        for append.at, site in enumerate(append.sites):
+            heap.settle()
+            before = heap.comparable(self._ignored)
+            for i in range(_TRIES):
+                call(i)
+            heap.settle()
+            if heap.comparable(self._ignored) - before >= _TRIES:
+                leaking.append(site)
+        append.pinned = False
+        return f"leaks when cancelled at {', '.join(leaking)}" if leaking else ""
+
+    def _seconds(self, candidate: Append, reference: Append, times: int) -> tuple[float, float]:
+        """Seconds of an append of each, the quickest of interleaved blocks."""
+        quickest = [float("inf"), float("inf")]
+        size = max(1, times // _BLOCKS)
+        with heap.settings_kept(), Caller(candidate) as ours, Caller(reference) as theirs:
+            for block in range(_BLOCKS):
+                for which, call in enumerate((ours, theirs)):
+                    begun = self._clock()
+                    for i in range(block * size, (block + 1) * size):
+                        call(i)
+                    quickest[which] = min(quickest[which], (self._clock() - begun) / size)
+        return quickest[0], quickest[1]
 
     def _changes(self, changes: Mapping[str, float]) -> dict[str, float]:
         kept = {name: n for name, n in changes.items() if n and not heap.matches(name, self._ignored)}
-        return dict(sorted(named(kept).items(), key=lambda pair: (-pair[1], pair[0])))
+        return dict(sorted(_named(kept).items(), key=lambda pair: (-pair[1], pair[0])))
+
+    def _hid(self, changes: Mapping[str, float]) -> str:
+        hidden = sum(n for name, n in changes.items() if heap.matches(name, self._ignored))
+        return f"{hidden:g} objects an append of ignored types" if hidden else ""
+
+
+def growth_message(growth: Growth, walked: int, max_bytes: float | None = None) -> str:
+    """Why appends failed: numbers, types, holders, what production would see, the next move.
+
+    `walked`: objects of the full collection that `growth.pause_ms["after"]` timed.
+    """
+    lines = [f"+{growth.objects_per_append:g} tracked objects an append, {growth.per_append:g} allowed"]
+    if growth.objects_per_append <= growth.per_append:
+        lines = [f"+{growth.bytes_per_append:,.0f} bytes an append, {max_bytes:,.0f} allowed"]
+    lines[0] += f" (windows of {growth.times // 2}: {', '.join(f'{rise:+,}' for rise in growth.windows)} objects)"
+    lines += (f"  {name:<28} {count:+g}" for name, count in growth.by_type.items())
+    lines += _held(growth)
+    if growth.bytes_per_append:
+        lines.append(f"  bytes an append: {growth.bytes_per_append:,.0f}")
+    if growth.objects_per_append:
+        lines.append("  " + _production(growth, walked))
+    if growth.note:
+        lines.append(f"  {growth.note}")
+    lines.append("  keep bytes instead (reference.CrashDumpHistory), drop it, or allow it with per_append=")
+    return "\n".join(lines)
+
+
+def _held(growth: Growth) -> list[str]:
+    return [f"  held by {chain}" for chain in growth.held_by]
+
+
+def _production(growth: Growth, walked: int) -> str:
+    """The same appends in a server: objects, and full collections at this heap's cost and at real servers'."""
+    objects = growth.objects_per_append * _RATE * _KEPT
+    each = growth.pause_ms["after"] * 1e6 / max(walked, 1)
+    low, high = (objects * ns / 1e9 for ns in _REAL_NS)
+    return (
+        f"at {_RATE:,} requests/s kept for {_KEPT} s: {_large(objects)} tracked objects, full collections of about "
+        f"{objects * each / 1e9:.2g} s on this machine\n    ({each:.0f} ns an object, measured on this heap of "
+        f"{walked:,}; heaps of real servers cost {_REAL_NS[0]} to {_REAL_NS[1]}: {low:.2g} to {high:.2g} s)"
+    )
+
+
+def _large(count: float) -> str:
+    return f"{count / 1e6:.2g} M" if count >= 1e6 else f"{count:,.0f}"
+
+
+def _worse(ours: Growth, theirs: Growth, seconds: tuple[float, float], within: float) -> Iterator[str]:
+    """What the candidate does worse, a line each."""
+    if ours.objects_per_append > theirs.objects_per_append:
+        yield f"objects an append: {ours.objects_per_append:g}, the reference {theirs.objects_per_append:g}"
+    sizes = ours.bytes_per_append or 0.0, theirs.bytes_per_append or 0.0
+    if sizes[0] > sizes[1] * within + 1:  # a byte: what dictionaries that are about to grow differ by
+        yield f"bytes an append: {sizes[0]:,.0f}, the reference {sizes[1]:,.0f}"
+    if seconds[0] > seconds[1] * within:
+        yield f"an append takes {seconds[0] * 1e6:.1f} us, the reference's {seconds[1] * 1e6:.1f} us"
+    factors = [growth.pause_ms["after"] / max(growth.pause_ms["before"], 1e-3) for growth in (ours, theirs)]
+    if factors[0] > max(factors[1], 1.0) * within:
+        yield f"a full collection got {factors[0]:.1f} times as long, with the reference {factors[1]:.1f} times"
 
 
 def _lined_up(types: Sequence[Mapping[str, int]]) -> dict[str, tuple[int, ...]]:
@@ -128,15 +289,11 @@ def _lined_up(types: Sequence[Mapping[str, int]]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(counts.get(name, 0) for counts in types) for name in names}
 
 
-def named(changes: Mapping[str, float]) -> dict[str, float]:
+def _named(changes: Mapping[str, float]) -> dict[str, float]:
     """The same by short names, except where two types of one short name would fall together."""
     shorts = [heap.short_name(name) for name in changes]
-    return {name if shorts.count(short) > 1 else short: n for (name, n), short in zip(changes.items(), shorts, strict=True)}
-
-
-def growth_message(growth: Growth) -> str:
-    """Why an `assert_flat` failed: numbers, types, holders, production, next move."""
-    return f"{growth.objects_per_append:+g} tracked objects an append\n{growth.by_type}\n{growth.held_by}"
+    names = (name if shorts.count(short) > 1 else short for name, short in zip(changes, shorts, strict=True))
+    return dict(zip(names, changes.values(), strict=True))
 
 
 def _check(times: int, per_append: float, max_bytes: float | None) -> None:

@@ -49,7 +49,9 @@ class CrashDumpHistory:
         self.max_age, self.max_bytes = max_age, max_bytes
         self.left_out: Counter[str] = Counter()
         self._elapsed = elapsed
-        self._kept: deque[tuple[float, bytes]] = deque()  # (when by `elapsed`, pickle): the age stands outside the bytes
+        self._kept: deque[tuple[float, bytes]] = (
+            deque()
+        )  # (when by `elapsed`, pickle): the age stands outside the bytes
         self._arrived: deque[tuple[float, bytes]] = deque()  # on their way into `_kept`
         self._bytes = 0
         self._busy = False
@@ -70,9 +72,10 @@ class CrashDumpHistory:
         if len(data) > self.max_bytes:
             return self._leave_out("too large", f"{len(data)} bytes of at most {self.max_bytes}")
         with self._lock:
-            self._arrived.append((self._elapsed(), data))
+            now = self._elapsed()
+            self._arrived.append((now, data))
             if not self._busy:
-                self._settle()
+                self._settle(now)
 
     def dump(
         self,
@@ -117,17 +120,16 @@ class CrashDumpHistory:
             raise ValueError(f"{path} is not a whole crash dump: {fault}")
         return dumped
 
-    def _settle(self) -> None:
+    def _settle(self, now: float) -> None:
         """Take in what arrived; let go of what is too old or too much."""
         self._busy = True
         try:
-            while self._arrived:
-                entry = self._arrived.popleft()
-                self._bytes += len(entry[1])
-                self._kept.append(entry)
-            oldest = self._elapsed() - self.max_age
-            while self._kept and (self._kept[0][0] < oldest or self._bytes > self.max_bytes):
-                self._bytes -= len(self._kept.popleft()[1])
+            kept, arrived = self._kept, self._arrived
+            while arrived:
+                self._bytes += len(arrived[0][1])
+                kept.append(arrived.popleft())
+            while kept and (now - kept[0][0] > self.max_age or self._bytes > self.max_bytes):
+                self._bytes -= len(kept.popleft()[1])
         finally:
             self._busy = False
 
@@ -136,7 +138,7 @@ class CrashDumpHistory:
         """`_kept` stays as it is: other threads wait, and what a signal handler records waits in `_arrived`."""
         with self._lock:
             if not self._busy:
-                self._settle()
+                self._settle(self._elapsed())
             before, self._busy = self._busy, True
             try:
                 yield
@@ -148,7 +150,9 @@ class CrashDumpHistory:
         if self.left_out[kind] == 1:
             warnings.warn(f"a record is {kind} and not in the history: {why}", HistoryWarning, stacklevel=3)
 
-    def _write(self, file: BinaryIO, unfinished: Unfinished, redact: Redact | None, extra: Mapping[str, object]) -> None:
+    def _write(
+        self, file: BinaryIO, unfinished: Unfinished, redact: Redact | None, extra: Mapping[str, object]
+    ) -> None:
         missing: dict[str, object] = dict(self.left_out)
         outer = _OuterPickle(file)
         outer.begin_requests()
