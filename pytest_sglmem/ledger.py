@@ -9,7 +9,9 @@ It holds no tensor and judges nothing: `audit.py` pairs the records of all ranks
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import gc
 import mmap
 import os
 import weakref
@@ -154,7 +156,7 @@ class Ledger:
     them back on exit. It holds no tensor. Code that shares nothing pays nothing.
 
     Known limit: a collection that torch's allocator runs by itself is seen only afterwards, from the addresses that are
-    still live; a block freed by one and handed out again at the same address reads as not freed.
+    live; where the address was handed out again to memory that no Python tensor shows, the block reads as not freed.
     """
 
     def __init__(self, rank: int = 0, *, unsigned: bool | None = None) -> None:
@@ -333,17 +335,31 @@ class Ledger:
                 self._fallen.append(block)
 
     def _find_freed_by_allocator(self, live: Mapping[int, object]) -> None:
-        """The allocator collects by itself on a miss: what is in limbo and no longer handed out went that way, and so
-        did what was in limbo at an address where a later block is.
+        """The allocator collects by itself on a miss, and nobody is told. What is in limbo has no storage any more: so
+        where its address is not handed out, or belongs to a later block, it was freed.
         """
         if any(block.address not in live for block in self._held.values()):
             return  # this device's list does not go by the addresses that its storages show
         latest = {block.address: block.serial for block in self._blocks}
-        for serial in self._custody.limbo:
-            address = self._blocks[serial].address
-            if address not in live or latest[address] != serial:
-                self._custody.forget(serial)
-                self._set_free([serial])
+        doubtful: list[_Block] = []
+        for block in [self._blocks[serial] for serial in self._custody.limbo]:
+            if block.address not in live or latest[block.address] != block.serial:
+                self._was_freed(block)
+            elif all((handle.counter() or 0) < 1 for handle in self._custody.slots(block.serial)):
+                doubtful.append(block)
+        if doubtful:
+            taken = _addresses_of_tensors(frozenset(block.address for block in doubtful))
+            for block in doubtful:
+                if block.address in taken:
+                    self._was_freed(block)
+
+    def _was_freed(self, block: _Block) -> None:
+        wrapped = self._custody.slots(block.serial)
+        self._custody.forget(block.serial)
+        self._set_free([block.serial])
+        if self._unsigned:  # whatever the counter reads by now, it was 0 when the block went
+            for handle in wrapped:
+                handle.freed_at = 0
 
     def _export(self, handle: _Handle, worded: _Words, live: _Stacks) -> Export:
         block = handle.block
@@ -400,3 +416,16 @@ def _snapshot(read: Callable[..., dict[str, Any]]) -> dict[str, Any]:
         return read(None)
     except TypeError:  # up to torch 2.6 it takes no memory pool
         return read()
+
+
+def _addresses_of_tensors(wanted: frozenset[int]) -> set[int]:
+    """Which of the `wanted` addresses are the beginning of the storage of a tensor that is alive in this process."""
+    import torch
+
+    found: set[int] = set()
+    with torch._C.DisableTorchFunction():
+        for thing in gc.get_objects():
+            if issubclass(type(thing), torch.Tensor):
+                with contextlib.suppress(RuntimeError, NotImplementedError):  # no storage: sparse, meta, fake
+                    found.add(torch._C.TensorBase.untyped_storage(thing).data_ptr())
+    return found & wanted

@@ -716,8 +716,9 @@ def test_a_collection_by_the_allocator_shows_in_the_addresses(device, monkeypatc
         device.collect()  # by itself, on a miss: nobody was told
         del other
         monkeypatch.setattr(torch._C, "_cuda_memorySnapshot", lambda _: device.snapshot([held]), raising=False)
-        export = ledger.reading()[0][1]
-    assert (export.dropped, export.freed, export.counter) == (True, True, -1)
+        exports, opens = ledger.reading()
+    assert (exports[1].dropped, exports[1].freed, exports[1].counter, exports[1].freed_at) == (True, True, -1, 0)
+    assert one(audit(exports, opens)).kind == "freed-while-open"
 
 
 def test_a_later_block_at_the_address_tells_that_the_older_one_was_freed(device, monkeypatch):
@@ -733,6 +734,31 @@ def test_a_later_block_at_the_address_tells_that_the_older_one_was_freed(device,
         newer = storage()
         share(newer)
         assert [export.freed for export in ledger.reading()[0]] == [True, False]
+
+
+@pytest.mark.parametrize("reused", [False, True])
+def test_a_tensor_that_was_never_exported_at_the_address_tells_it_too(device, monkeypatch, reused):
+    address = torch.UntypedStorage.data_ptr
+    places = {}
+    monkeypatch.setattr(torch.UntypedStorage, "data_ptr", lambda self: places.get(self._cdata, address(self)))
+    live = {"address": 4096, "size": 512, "state": "active_allocated"}
+    listed = {"segments": [{"address": 0, "blocks": [live]}]}
+    monkeypatch.setattr(torch._C, "_cuda_memorySnapshot", lambda _: listed, raising=False)
+    with Ledger() as ledger:
+        older = storage()
+        places[older._cdata] = 4096
+        shared = share(older)
+        views = [open_(shared), open_(shared)]
+        places.pop(older._cdata)
+        del older
+        views.pop()
+        if reused:
+            device.collect()  # by itself, on a miss; then another tensor comes to lie there
+        later = torch.empty(100)
+        places[later.untyped_storage()._cdata] = 4096 if reused else 8192
+        views.pop()
+        assert one(ledger.reading()[0]).freed is reused
+    assert device.freed == ([0] if reused else [])
 
 
 def test_a_torch_whose_snapshot_takes_no_pool_is_asked_without(device, monkeypatch):
