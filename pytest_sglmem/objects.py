@@ -95,7 +95,7 @@ class GcTracked:
         """
         _check(times, per_append, max_bytes_per_append)
         growth, walked = self._judge(append, times, per_append, max_bytes_per_append)
-        return self._verdict(growth, growth_message(growth, walked, max_bytes_per_append))
+        return self._verdict(growth, lambda: growth_message(growth, walked, max_bytes_per_append))
 
     def cancel_at_each_await(self, request: Callable[[int], Coroutine[object, object, object]]) -> CancelAtEachAwait:
         """An append for `assert_flat`: runs `request(i)` and cancels it at its first await, at the next call at its
@@ -123,13 +123,12 @@ class GcTracked:
         if max_ms is not None and took > max_ms:
             said.append(f"{took:.1f} ms is more than max_ms={max_ms:g}")
         if max_growth is not None and factor > max_growth:
-            said.append(
-                f"{factor:.2f} times the {first.seconds * 1e3:.1f} ms at the test's start, more than {max_growth=:g}"
-            )
+            begun = f"{first.seconds * 1e3:.1f} ms when the test began"
+            said.append(f"{factor:.2f} times the {begun} is more than max_growth={max_growth:g}")
         pauses = {"before": first.seconds * 1e3, "after": took}
         growth = Growth("growing" if said else "flat", 0.0, {}, pause_ms=pauses, note="; ".join(said))
         about = f"{now.walked:,} objects walked ({first.walked:,} then), {now.ns_per_object:.0f} ns each"
-        return self._verdict(growth, f"a full collection takes too long: {growth.note}\n  {about}")
+        return self._verdict(growth, lambda: f"a full collection takes too long: {growth.note}\n  {about}")
 
     def event_loop_stall(
         self, append: Append, *, rate: float = _RATE, retention: float = _KEPT, turns: int = 2000
@@ -156,13 +155,13 @@ class GcTracked:
         seconds = self._seconds(candidate, reference, times)
         worse = list(_worse(ours, theirs, seconds, within))
         growth = dataclasses.replace(ours, verdict="growing" if worse else "flat", note="; ".join(worse))
-        message = "\n".join(["worse than the reference:", *(f"  {line}" for line in worse), *_held(ours)])
-        return self._verdict(growth, message), theirs
+        lines = ["worse than the reference:", *(f"  {line}" for line in worse), *_held(ours)]
+        return self._verdict(growth, lambda: "\n".join(lines)), theirs
 
-    def _verdict(self, growth: Growth, message: str) -> Growth:
+    def _verdict(self, growth: Growth, message: Callable[[], str]) -> Growth:
         self._record(growth)
         if growth.verdict == "growing":
-            raise GrowthError(growth, message)
+            raise GrowthError(growth, message())
         return growth
 
     def _judge(self, append: Append, times: int, per_append: float, max_bytes: float | None) -> tuple[Growth, int]:
@@ -170,10 +169,11 @@ class GcTracked:
         run = Appends(times, self._clock, self._ignored)
         with heap.settings_kept(), traced(), Caller(append) as call:
             run.run(call)
-            objects = windows.rate(*(window.objects() for window in run.windows), slack=per_append)
+            first, second = run.windows
+            objects = windows.rate(first.objects(), second.objects(), per_append)
             held_by = roots.growers(run.new, append) if objects.growing else ()
             leaks = self._awaits(append, call) if objects.growing else ""
-        sizes = windows.rate(*(window.bytes() for window in run.windows), slack=max_bytes or 0)
+        sizes = windows.rate(first.bytes(), second.bytes(), max_bytes or 0)
         changes = {name: min(b - a, c - b) / run.length for name, (a, b, c) in _lined_up(run.types).items()}
         changes = {name: change for name, change in changes.items() if change > 0}
         growth = Growth(
@@ -196,7 +196,8 @@ class GcTracked:
             return ""
         leaking = []
         append.pinned = True
-        for append.at, site in enumerate(append.sites):
+        for at, site in enumerate(append.sites):
+            append.at = at
             heap.settle()
             before = heap.comparable(self._ignored)
             for i in range(_TRIES):
@@ -204,7 +205,7 @@ class GcTracked:
             heap.settle()
             if heap.comparable(self._ignored) - before >= _TRIES:
                 leaking.append(site)
-        append.pinned = False
+        append.at, append.pinned = 0, False
         return f"leaks when cancelled at {', '.join(leaking)}" if leaking else ""
 
     def _seconds(self, candidate: Append, reference: Append, times: int) -> tuple[float, float]:

@@ -36,7 +36,7 @@ class _Grower(NamedTuple):
     level: int
     holder: object
     child: object
-    count: int
+    objects: int
 
 
 class _Root(NamedTuple):
@@ -51,8 +51,8 @@ def growers(new: Collection[int], append: object = None) -> tuple[str, ...]:
     """
     search = _Search(frozenset(new), [*_frames(), _Root("append", append), *_modules()])
     search.run()
-    best = sorted(search.found, key=lambda grower: -grower.count)[:_MOST]
-    lines = [search.chain(grower) for grower in best if grower.count >= _SHARE * len(new)]
+    best = sorted(search.found, key=lambda grower: -grower.objects)[:_MOST]
+    lines = [search.chain(grower) for grower in best if grower.objects >= _SHARE * len(new)]
     return tuple(lines) or tuple(_unrooted(search.new))
 
 
@@ -161,8 +161,8 @@ def _links(path: list[object]) -> Iterator[str]:
         before = path[index - 1] if index else None
         if isinstance(item, types.CellType) or (isinstance(item, types.FunctionType) and part is item.__closure__):
             continue
-        if isinstance(before, types.FunctionType) and item is before.__closure__:
-            yield f"closure cell {before.__code__.co_freevars[_position(before.__closure__, part)]}"
+        if isinstance(before, types.FunctionType) and isinstance(item, tuple) and item is before.__closure__:
+            yield f"closure cell {before.__code__.co_freevars[_position(item, part)]}"
         elif isinstance(item, dict):
             yield from _key(item, part, plain=index == 0 or _own_dict(before) is item)
         elif _own_dict(item) is not part:
@@ -209,7 +209,8 @@ def _attribute(item: object, part: object) -> str:
         for name, descriptor in list(vars(kind).items()):
             if isinstance(descriptor, _DESCRIPTORS) and _get(descriptor, item) is part:
                 return name
-    frame = getattr(item, "cr_frame", None) or getattr(item, "gi_frame", None) or item
+    frame = item.cr_frame if isinstance(item, types.CoroutineType) else item
+    frame = item.gi_frame if isinstance(item, types.GeneratorType) else frame
     if isinstance(frame, types.FrameType):
         return next((f"local {name}" for name, value in dict(frame.f_locals).items() if value is part), "")
     return ""

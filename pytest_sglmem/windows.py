@@ -11,6 +11,7 @@ Known limit: what has not filled or drained by the end of the last window cannot
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 Sample = tuple[int, int]
@@ -60,5 +61,5 @@ def _floor_rise(first: Sequence[Sample], second: Sequence[Sample]) -> float:
 
 def _spread(window: Sequence[Sample], slack: float) -> bool:
     """Whether the window still grows by more than the slack without its largest step."""
-    steps = [(b[1] - a[1] - slack * (b[0] - a[0])) for a, b in zip(window, window[1:], strict=False)]
+    steps = [(b[1] - a[1] - slack * (b[0] - a[0])) for a, b in pairwise(window)]
     return len(steps) == 1 or sum(steps) - max(steps) > _NOISE

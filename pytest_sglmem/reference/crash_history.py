@@ -153,7 +153,7 @@ class CrashDumpHistory:
     def _write(
         self, file: BinaryIO, unfinished: Unfinished, redact: Redact | None, extra: Mapping[str, object]
     ) -> None:
-        missing: dict[str, object] = dict(self.left_out)
+        missing: dict[str, int | str] = dict(self.left_out)
         outer = _OuterPickle(file)
         outer.begin_requests()
         for record in self._redacted(unfinished, redact, missing) if redact else self._records(unfinished, missing):
@@ -165,20 +165,20 @@ class CrashDumpHistory:
         outer.entry("left_out", pickle.dumps(missing, _PROTOCOL))
         outer.end()
 
-    def _records(self, unfinished: Unfinished, missing: dict[str, object]) -> Iterator[bytes]:
+    def _records(self, unfinished: Unfinished, missing: dict[str, int | str]) -> Iterator[bytes]:
         for records in (self._kept, tuple(self._arrived)):
             for _, record in records:
                 yield record
         index = 0
         try:
             for index, (request, output, created) in enumerate(unfinished):
-                record = _pickled((request, output, created, None), f"unfinished[{index}]", missing)
-                if record is not None:
-                    yield record
+                data = _pickled((request, output, created, None), f"unfinished[{index}]", missing)
+                if data is not None:
+                    yield data
         except (TypeError, ValueError) as error:  # an item that is no such triple; what stands before it is written
             missing[f"unfinished[{index}:]"] = str(error)
 
-    def _redacted(self, unfinished: Unfinished, redact: Redact, missing: dict[str, object]) -> Iterator[bytes]:
+    def _redacted(self, unfinished: Unfinished, redact: Redact, missing: dict[str, int | str]) -> Iterator[bytes]:
         """The records restored, redacted and pickled, one at a time. The reason names no value: it may be a secret."""
         with _collector_paused():
             for record in self._records(unfinished, missing):
@@ -188,7 +188,7 @@ class CrashDumpHistory:
                     data = pair and pickle.dumps((*pair, created, finished), _PROTOCOL)
                 except Exception as error:
                     reason = f"not redacted ({type(error).__name__})"
-                    missing[reason] = missing.get(reason, 0) + 1
+                    missing[reason] = int(missing.get(reason, 0)) + 1
                 else:
                     if data:
                         yield data
@@ -238,7 +238,7 @@ class _OuterPickle:
         self._write(self._RETURN)
 
 
-def _pickled(value: object, name: str, missing: dict[str, object]) -> bytes | None:
+def _pickled(value: object, name: str, missing: dict[str, int | str]) -> bytes | None:
     try:
         return pickle.dumps(value, _PROTOCOL)
     except Exception as error:
