@@ -21,7 +21,7 @@ HOME = Path(pytest_sglmem.__file__).parent
 LADDER = {
     6: {"plugin", "prove", "proof", "__main__", "options", "markers", "collector", "live_bytes"},
     5: {"world", "stacks", "report", "html", "charts", "summary"},
-    4: {"launch", "rank"},
+    4: {"launch", "rank", "torchrun"},
     3: {"tracing", "judge", "reference"},
     2: {
         *("sources", "digests", "words"),
@@ -42,6 +42,7 @@ SIDEWAYS = {
     "report": {"html", "summary"},
     "html": {"charts", "summary"},
     "launch": {"rank"},  # it starts ranks; of launch.py a rank knows only types
+    "torchrun": {"launch"},
     "tracing": {"judge"},
     "objects": {"appends", "cancelling", "pauses", "heap", "roots"},
     "appends": {"heap"},
