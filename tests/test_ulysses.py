@@ -5,14 +5,12 @@ import signal
 
 import pytest
 
-from pytest_sglmem import GrowthError  # noqa: F401  (the public names are importable before torch is)
-
 torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
 
 from pytest_sglmem.reference import UlyssesAllToAll  # noqa: E402
 from pytest_sglmem.reference.board import _AHEAD, _RING, Board, PeerSilent, Plan, PlanMismatch  # noqa: E402
-from pytest_sglmem.reference.order import StreamOrder, Watch, has_come  # noqa: E402
+from pytest_sglmem.reference.order import HostOrder, StreamOrder, Watch, has_come  # noqa: E402
 from pytest_sglmem.reference.replaced_ulysses import EvictWithoutRelease, OneHandleForAll  # noqa: E402
 
 BF16 = torch.bfloat16
@@ -224,6 +222,34 @@ def test_a_broken_share_would_be_seen(world, live_bytes, inject, fault, word, ki
     assert all(armed.fired)
     assert verdict.verdict == word
     assert kind in {fault.kind for fault in verdict.ipc.faults}
+
+
+@pytest.mark.world(size=3)
+@pytest.mark.filterwarnings("ignore::pytest_sglmem.IpcContractWarning", "ignore::pytest_sglmem.LateReleaseWarning")
+@pytest.mark.parametrize("fault", ["ipc.collect=skip", "dist.barrier=skip"])
+def test_a_release_without_barrier_or_collect_would_be_seen(world, live_bytes, inject, fault):
+    # Rank 1 gives back later than the others drop, every time and not by chance.
+    with inject(fault) as armed, inject("ipc.release@rank=1=delay(20)"):
+        verdict = live_bytes.judge(world.trace(rebuilding, [1, 2, 3], cycles=3))
+    assert all(armed.fired)
+    assert verdict.verdict == "late"
+    assert verdict.late_bytes[0] > 0 < verdict.late_bytes[2]
+
+
+def test_without_the_wait_outputs_would_differ(world):
+    def check():
+        HostOrder.wait = lambda self, message: None
+        ulysses, send = UlyssesAllToAll(), sending(64)
+        ulysses.exchange(send)
+        want = expected(-send)
+        if ulysses.rank == 1:
+            dist.barrier()
+        received = ulysses.exchange(-send).cpu()
+        if ulysses.rank == 0:
+            dist.barrier()
+        return torch.equal(received, want)
+
+    assert world.run(check)[0] is False
 
 
 def rebuilding():

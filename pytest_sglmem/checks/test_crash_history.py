@@ -29,7 +29,11 @@ class Request:
 def finished(number: int) -> tuple[Request, dict[str, object], float]:
     """A request, its output with nested meta information, and when it came."""
     meta = {"id": f"request-{number}", "finish_reason": {"type": "stop", "matched": 2}, "prompt_tokens": 24}
-    output = {"text": "Because of Rayleigh scattering.", "output_ids": [number, number + 1], "meta_info": meta}
+    output: dict[str, object] = {
+        "text": "Because of Rayleigh scattering.",
+        "output_ids": [number, number + 1],
+        "meta_info": meta,
+    }
     return Request(number), output, float(number)
 
 

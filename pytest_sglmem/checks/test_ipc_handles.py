@@ -110,6 +110,13 @@ def exchanging(exchange: Callable, shares: tuple[int, ...]) -> Callable:
     return step
 
 
+def flat_as_it_is(verdict: Verdict) -> None:
+    """Every handle was opened exactly once, and nothing waits for somebody to collect: a release is complete."""
+    assert verdict.ipc.exports == verdict.ipc.opens > 0
+    assert verdict.ipc.faults == ()
+    assert not any(verdict.late_bytes)
+
+
 def lost_in(verdict: Verdict, world: World) -> None:
     """The verdict says what is wrong: in every rank, at the line that allocated, by more opens than one a handle."""
     from pytest_sglmem.reference import replaced_ulysses
@@ -132,9 +139,7 @@ def test_a_handle_a_peer_is_flat(world, live_bytes):
     """Every handle is opened once and given back once; outputs are those of torch's own all-to-all."""
     over = geometries(world.size, scale=SCALE)
     ours = world.trace(handle_a_peer, over)
-    verdict = live_bytes.assert_flat(ours, tolerance=0)
-    assert verdict.ipc.exports == verdict.ipc.opens > 0
-    assert verdict.ipc.faults == ()
+    flat_as_it_is(live_bytes.assert_flat(ours, tolerance=0))
     live_bytes.assert_same_outputs(ours, world.trace(the_groups_own, over, cycles=1, warmup=0))
 
 
@@ -165,6 +170,7 @@ def test_a_handle_a_peer_is_flat_above_the_cap_too(world, live_bytes):
     """The same request, every eviction a release by all ranks together."""
     one = geometries(world.size, scale=SCALE, count=1)
     verdict = live_bytes.assert_flat(world.trace(handle_a_peer, one, args=(SHARES,)), tolerance=0)
+    flat_as_it_is(verdict)
     assert verdict.ipc.exports > len(SHARES) * (world.size - 1)  # buffers were evicted and made anew
 
 
@@ -172,6 +178,5 @@ def test_attention_in_groups_is_flat_and_the_same(world, live_bytes):
     """The pool grows to the largest call, and head groups change no bit of the result."""
     over = geometries(world.size, scale=SCALE, count=5)
     grouped = world.trace(attention, over, args=(True,))
-    verdict = live_bytes.assert_flat(grouped, tolerance=0)
-    assert verdict.ipc.faults == ()
+    flat_as_it_is(live_bytes.assert_flat(grouped, tolerance=0))
     live_bytes.assert_same_outputs(grouped, world.trace(attention, over, cycles=1, warmup=0, args=(False,)))

@@ -7,6 +7,11 @@ a project's own code can be checked against. They are loaded on first use: `Cras
 from __future__ import annotations
 
 import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .crash_history import CrashDumpHistory as CrashDumpHistory
+    from .ulysses import UlyssesAllToAll as UlyssesAllToAll
 
 _HOME = {"UlyssesAllToAll": "ulysses", "CrashDumpHistory": "crash_history"}
 __all__ = list(_HOME)

@@ -123,11 +123,6 @@ class Board:
         """Wait until every rank has said that `message` has arrived. Raises PlanMismatch, PeerSilent."""
         self._wait(_DONE, message)
 
-    def close(self) -> None:
-        """Unmap the page. The board is of no use afterwards."""
-        self._words.release()
-        self._map.close()
-
     def silent(self, ranks: list[int]) -> PeerSilent:
         """The error that names `ranks`: where this rank is, and where they were last seen."""
         where = self._said(self.rank)
