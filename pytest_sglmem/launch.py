@@ -183,6 +183,10 @@ class Pipe:
         """Close it: the rank sees the end and ends too."""
         self._socket.close()
 
+    def leave_open(self) -> None:
+        """Close it only when this process ends, so that the other end learns of that."""
+        self._socket.detach()
+
 
 class RankProcess(Protocol):
     """One rank as pytest's side sees it, wherever it runs."""
@@ -206,6 +210,29 @@ class RankProcess(Protocol):
 
     def ledger(self) -> bytes:
         """The file in which the rank notes what it is doing (see `rank.Notes`)."""
+
+
+class Starter(Protocol):
+    """Whoever starts ranks, as a world sees it: `Launcher` here, `torchrun.Launcher` where torchrun started pytest."""
+
+    @property
+    def broken(self) -> str:
+        """Why it no longer works; empty while it does."""
+
+    def mine(self) -> bool:
+        """Whether this process started it, and it still works."""
+
+    def fileno(self) -> int:
+        """To wait for news of ended ranks; `listen` reads them."""
+
+    def listen(self) -> None:
+        """Read all news that are there, without waiting."""
+
+    def start(self, spec: Spec) -> list[RankProcess]:
+        """Start the ranks of one world; they say hello on their pipes. Raises LaunchError or Unavailable."""
+
+    def forget(self, processes: Iterable[RankProcess]) -> None:
+        """The world is over: close its pipes, remove its files."""
 
 
 # ------------------------------------------------------------------------------------------------ pytest's side
@@ -295,10 +322,14 @@ class Launcher:
             raise LaunchError("this launcher belongs to another process, of which this one is a fork")
         folder = self.world_folder()
         setting = Setting.here()
-        if spec.device == "cuda" and spec.whole_gpus:
-            setting.gpus = self._lock_gpus(str(folder), spec.size)
-        self.prepare(folder, setting, spec)
-        return self.fork(folder, range(spec.size))
+        try:
+            if spec.device == "cuda" and spec.whole_gpus:
+                setting.gpus = self._lock_gpus(str(folder), spec.size)
+            self.prepare(folder, setting, spec)
+            return self.fork(folder, range(spec.size))
+        except BaseException:
+            self._clear(folder)
+            raise
 
     def world_folder(self) -> Path:
         """A new folder for one world's files."""
@@ -312,7 +343,7 @@ class Launcher:
         (folder / "spec").write_bytes(pickle.dumps(setting) + pickle.dumps(spec))
 
     def fork(self, folder: Path, ranks: Iterable[int]) -> list[RankProcess]:
-        """Fork these ranks into a prepared folder. Raises LaunchError."""
+        """Fork these ranks into a prepared folder, each at the end of a new pipe. Raises LaunchError."""
         pipes: dict[int, Pipe] = {}
         self._wait_ready()
         try:
@@ -326,6 +357,12 @@ class Launcher:
             for pipe in pipes.values():  # what was forked already sees the end of its pipe, and ends
                 pipe.close()
             raise
+
+    def fork_at(self, folder: Path, rank: int, end: socket.socket) -> int:
+        """Fork one rank into a prepared folder, its pipe being `end`; returns its process id. Raises LaunchError."""
+        self._wait_ready()
+        self.ask("fork", str(folder), rank, fds=[end.fileno()])
+        return self._pid(folder, rank)
 
     def _pid(self, folder: Path, rank: int) -> int:
         key = f"{folder}/{rank}"
@@ -341,9 +378,12 @@ class Launcher:
             process.pipe.close()
             if isinstance(process, LocalRank):
                 self._codes.pop(process.pid, None)
-                shutil.rmtree(process.folder, ignore_errors=True)
-                for lock in self._locks.pop(str(process.folder), ()):
-                    os.close(lock)
+                self._clear(process.folder)
+
+    def _clear(self, folder: Path) -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        for lock in self._locks.pop(str(folder), ()):
+            os.close(lock)
 
     def exit_code(self, pid: int) -> int | None:
         """None while it runs; the status it exited with, or minus the signal that killed it."""
@@ -382,8 +422,11 @@ class Launcher:
             self.listen()
             self._broken = self._broken or self._last_words()
 
-    def close(self) -> None:
-        """End the server and with it every rank. Bounded; safe to call twice and from a fork (which ends nothing)."""
+    def close(self, status: int = 0) -> None:
+        """End the server and with it every rank. Bounded; safe to call twice and from a fork (which ends nothing).
+
+        `status`: the session's exit status, which no process of this launcher needs to know.
+        """
         if self.owner != os.getpid():
             return
         self._socket.close()

@@ -23,6 +23,7 @@ from .collector import Collector
 from .markers import MARKERS, WorldAsked, faults_asked, parse_faults, place, world_asked
 
 if TYPE_CHECKING:
+    from . import torchrun
     from .document import Test
     from .faults import Fault
     from .launch import Launcher, Spec
@@ -40,17 +41,38 @@ class SessionState:
         self.settings = options.settings(config)
         self.faults = parse_faults(self.settings.inject, self.settings.origins["inject"])
         self.proof: Proof | None = None
-        self._launcher: Launcher | None = None
+        self._launcher: Launcher | torchrun.Launcher | None = None
+        self.exit_status = 0
         self._device: Literal["cuda", "emulated"] | None = None
         self._shared: dict[tuple[object, Spec], World] = {}
 
-    def launcher(self) -> Launcher:
-        """The launcher, started on first use."""
-        if self._launcher is None:
+    def launcher(self) -> Launcher | torchrun.Launcher:
+        """The launcher, started on first use; a new one where the last is of no use: a dead server, a fork of pytest."""
+        if self.settings.launcher == "torchrun":
+            return self.join()
+        if self._launcher is None or not self._launcher.mine():
             from .launch import Launcher
 
+            if self._launcher is not None:
+                self._launcher.close()
             self._launcher = Launcher()
         return self._launcher
+
+    def join(self) -> torchrun.Launcher:
+        """Meet the other processes that torchrun started; they serve this session until it ends."""
+        from . import torchrun
+
+        if not isinstance(self._launcher, torchrun.Launcher):
+            self._launcher = torchrun.Launcher()
+        return self._launcher
+
+    def world_size(self) -> int:
+        """Ranks of a world where the test does not say: all that torchrun started, unless an option says otherwise."""
+        if self.settings.launcher == "torchrun" and self.settings.origins["world"] == "the default":
+            from . import torchrun
+
+            return torchrun.world_size()
+        return self.settings.world
 
     def device(self) -> Literal["cuda", "emulated"]:
         """Where ranks allocate. `auto` is asked of the machine once, when the first world starts."""
@@ -80,7 +102,7 @@ class SessionState:
             world.close()
         self._shared.clear()
         if self._launcher is not None:
-            self._launcher.close()
+            self._launcher.close(self.exit_status)
             self._launcher = None
 
 
@@ -146,6 +168,34 @@ def pytest_configure(config: pytest.Config) -> None:
             resolve_device("cuda")
         except ValueError as error:
             raise pytest.UsageError(f"{state.settings.origins['device']} is 'cuda': {error}") from None
+    if _by_torchrun(config, state.settings):
+        from .launch import LaunchError
+
+        try:
+            state.join()
+        except LaunchError as error:
+            raise pytest.UsageError(str(error)) from None
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Under torchrun all processes end with the session's exit status."""
+    session.config.stash[SESSION].exit_status = int(exitstatus)
+
+
+def _by_torchrun(config: pytest.Config, settings: options.Settings) -> bool:
+    """Whether this session is to meet other processes. Raises UsageError where it cannot."""
+    if settings.launcher != "torchrun" or config.option.help or config.option.version:
+        return False
+    from . import torchrun
+
+    if hasattr(config, "workerinput") or getattr(config.option, "numprocesses", None):
+        raise pytest.UsageError("launcher 'torchrun' and xdist (-n) both start processes: use one of them")
+    try:
+        torchrun.rank()
+    except ValueError as error:
+        raise pytest.UsageError(f"{settings.origins['launcher']}: {error}") from None
+    return True
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -156,12 +206,18 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> int | None:
-    """`--sglmem-faults` lists and ends."""
+    """`--sglmem-faults` lists and ends; under torchrun every process but the one with RANK 0 serves until that ends."""
     if config.getoption("sglmem_faults"):
         from .faults import faults_table
 
         print("\n".join(faults_table()))
         return 0
+    settings = options.settings(config)
+    if _by_torchrun(config, settings):
+        from . import torchrun
+
+        if torchrun.rank() != 0:
+            return torchrun.serve()
     return None
 
 
@@ -372,7 +428,7 @@ def _spec(session: SessionState, state: TestState, asked: WorldAsked, size: int 
     from .launch import Spec
 
     settings, config = session.settings, item.config
-    size = size or settings.world
+    size = size or session.world_size()
     if size < asked.min_size:
         pytest.skip(f"needs a world of at least {asked.min_size}: {size} ranks by {settings.origins['world']}")
     check_ranks(state.faults, size)

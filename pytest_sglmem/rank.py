@@ -104,6 +104,7 @@ def take_over(setting: Setting) -> None:
     sys.path[:] = setting.sys_path
     os.environ.clear()
     os.environ.update(setting.environ)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     with contextlib.suppress(FileNotFoundError):
         os.chdir(setting.cwd)
     importlib.invalidate_caches()

@@ -40,7 +40,7 @@ if sys.version_info < (3, 11):
 
 if TYPE_CHECKING:
     from .faults import Fault
-    from .launch import Launcher
+    from .launch import Starter
 
 T = TypeVar("T")
 START_LIMIT = 60.0  # seconds for ranks to come up, at least: 0.2 s for 8 on a quiet machine
@@ -141,7 +141,7 @@ class _Stall:
 class World:
     """Some ranks with a process group. Made by `World.start`; a test gets one as the fixture `world`."""
 
-    def __init__(self, launcher: Launcher, spec: Spec) -> None:
+    def __init__(self, launcher: Starter, spec: Spec) -> None:
         self._launcher = launcher
         self._spec = spec
         self._processes: dict[int, RankProcess] = {}
@@ -162,7 +162,7 @@ class World:
     # ------------------------------------------------------------------------------------ the public face
 
     @classmethod
-    def start(cls, launcher: Launcher, spec: Spec) -> World:
+    def start(cls, launcher: Starter, spec: Spec) -> World:
         """Fork the ranks and wait until all are up. Raises LaunchError, or RankError where a rank fails to come up."""
         __tracebackhide__ = True
         spec = dataclasses.replace(spec, device=resolve_device(spec.device))
