@@ -281,9 +281,21 @@ def _worded(path: Sequence[object], roots: Mapping[int, str]) -> str:
     while at < len(path) - 1:
         text, at = _step(path, at)
         parts.append(text)
-    kind = type(path[-1])
-    parts.append(kind.__name__)
+    parts.append(_last(path[-1]))
     return " -> ".join(part for part in parts if part).replace("(module) -> .", ".")
+
+
+def _last(target: object) -> str:
+    """The type of what is held; of a view that keeps more alive than it shows, how much of it."""
+    name = type(target).__name__
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(target, torch.Tensor):
+        return name
+    try:
+        shown, kept = target.numel() * target.element_size(), target.untyped_storage().nbytes()
+    except Exception:  # sparse, fake and half-made tensors have no such numbers
+        return name
+    return name if shown >= kept else f"{name} (a view of {shown} of {kept} B)"
 
 
 def _root_name(root: object, roots: Mapping[int, str]) -> str:

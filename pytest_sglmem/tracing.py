@@ -151,7 +151,7 @@ def trace_rank(
         if not callable(step):
             raise TypeError(f"setup must return the step, a callable of one geometry; {setup!r} returned {step!r}")
         stack.enter_context(_collector_at_rest(hands))
-        run = _Run(step, geometries, rank, meeting, hands, ledger, before_step, progress)
+        run = Run(step, geometries, rank, meeting, hands, ledger, before_step, progress)
         run.cycles(least, most, warmup)
         return run.finish(warmup, artifacts)
 
@@ -212,7 +212,7 @@ def _collector_at_rest(hands: Hands) -> Iterator[None]:
         (hands.enable if was_on else hands.disable)()
 
 
-class _Run(Generic[G]):
+class Run(Generic[G]):
     """One rank's loop over cycles and steps, and what it has read so far."""
 
     def __init__(
@@ -238,17 +238,28 @@ class _Run(Generic[G]):
 
     def cycles(self, least: int, most: int, warmup: int) -> None:
         """Run the warm-up and then `least` to `most` cycles, until every rank's verdict is settled."""
+        self.begin()
+        for cycle in range(warmup + most):
+            self.one_cycle(cycle)
+            if least <= cycle + 1 - warmup < most and self._meeting.all_agree(self.is_settled(warmup, least)):
+                break
+
+    def begin(self) -> None:
+        """Note what is there before the first cycle."""
         self._collect()
         self._quiet()
         self._census.take(-1)
-        for cycle in range(warmup + most):
-            call = stamped(cycle)
-            for index in range(len(self._geometries)):
-                self._one_step(call, cycle, index)
-            self._ends.append(self._cycle_end(cycle))
-            judged = cycle + 1 - warmup
-            if least <= judged < most and self._meeting.all_agree(settled(self._record(), warmup, least)):
-                break
+
+    def one_cycle(self, cycle: int) -> None:
+        """Every geometry once, and the readings at the end."""
+        call = stamped(cycle)
+        for index in range(len(self._geometries)):
+            self._one_step(call, cycle, index)
+        self._ends.append(self._cycle_end(cycle))
+
+    def is_settled(self, warmup: int, least: int) -> bool:
+        """Whether this rank needs no further cycle."""
+        return settled(self.record(), warmup, least)
 
     def _one_step(self, call: Callable[[Callable[[G], object], G], object], cycle: int, index: int) -> None:
         if self._ledger is not None:
@@ -298,13 +309,14 @@ class _Run(Generic[G]):
             if not self._hands.collect():
                 break
 
-    def _record(self) -> RankTrace:
+    def record(self) -> RankTrace:
+        """What was read so far, without who holds what."""
         return RankTrace(self._rank, tuple(self._series), tuple(self._ends))
 
     def finish(self, warmup: int, artifacts: str | Path | None) -> RankTrace:
         """The whole record; where this rank leaks, with who holds the blocks, and with files in `artifacts`."""
         exports, opens = self._ledger.reading() if self._ledger is not None else ((), ())
-        leaking = leaking_stacks(self._record(), warmup)
+        leaking = leaking_stacks(self.record(), warmup)
         return RankTrace(
             self._rank,
             tuple(self._series),

@@ -92,7 +92,9 @@ def test_chains_that_differ_in_a_key_only_are_said_once(module):
 
 def test_a_view_names_the_view(module):
     module.HEADS = [torch.zeros(1 << 10)[:16]]
-    assert chains_for_blocks([address_of(lambda: module.HEADS[0])]) == ("engine.HEADS -> [0] -> Tensor",)
+    assert chains_for_blocks([address_of(lambda: module.HEADS[0])]) == (
+        "engine.HEADS -> [0] -> Tensor (a view of 64 of 4096 B)",
+    )
 
 
 def test_a_storage_without_a_tensor(module):
