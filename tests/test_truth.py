@@ -10,6 +10,7 @@ from truth.schedules import Contract, Schedule, generate, play
 from pytest_sglmem import emulated_cuda
 from pytest_sglmem.audit import audit
 from pytest_sglmem.contract import reads_unsigned
+from pytest_sglmem.emulated.allocator import Allocator
 from pytest_sglmem.ledger import Ledger
 
 TRUTH = Path(__file__).parents[1] / "fixtures" / "truth"
@@ -125,6 +126,24 @@ def test_a_peer_that_was_killed_is_named(stage):
 
 def test_a_live_process_releases_for_the_dead_as_the_advice_says(stage):
     assert watched(stage, ["o", 0, 0], ["k", 0], ["d", 0], ["o", 0, 1], ["c", 1], ["i"]) == ()
+
+
+def test_the_ledger_is_right_where_addresses_are_handed_out_again(stage, monkeypatch):
+    """As on hardware, and unlike the emulated device. On an H200 this very schedule showed the ledger mistaken."""
+    allocate = Allocator.allocate
+
+    def allocate_at_its_place(self, *args):
+        block = allocate(self, *args)
+        block.address = block.segment.address + block.offset
+        return block
+
+    monkeypatch.setattr(Allocator, "allocate", allocate_at_its_place)
+    played, mistaken = record.record(stage, [generate(1735)], seconds=60)
+    assert mistaken == []
+    monkeypatch.setattr("pytest_sglmem.ledger._addresses_of_tensors", lambda wanted: set())
+    _, mistaken = record.record(stage, [generate(1735)], seconds=60)
+    assert mistaken == ["schedule 0, handle 2: the ledger says limbo, the contract freed"]
+    assert len(played) == 1
 
 
 # What follows breaks the truth on purpose: a replay that could not fail would show nothing.
