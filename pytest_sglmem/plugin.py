@@ -47,7 +47,7 @@ class SessionState:
         self._shared: dict[tuple[object, Spec], World] = {}
 
     def launcher(self) -> Launcher | torchrun.Launcher:
-        """The launcher, started on first use; a new one where the last is of no use: a dead server, a fork of pytest."""
+        """The launcher, started on first use; a new one where the last is no use: a dead server, a fork of pytest."""
         if self.settings.launcher == "torchrun":
             return self.join()
         if self._launcher is None or not self._launcher.mine():

@@ -7,8 +7,8 @@ test, as on one machine; torchrun never sees it.
 
 The processes meet through the store at MASTER_ADDR:MASTER_PORT (torchrun's agent holds it; without an agent, RANK 0
 does). RANK 0 listens on one more TCP port, which the store tells the others: a control connection from each, and one
-more from each rank, its pipe. Whoever can read the store can talk to the session; it is no protection against a hostile
-network.
+more from each rank, its pipe. MASTER_PORT in a rank is a port of its world's own, from 20000 to 31999. Whoever can read
+the store can talk to the session; it is no protection against a hostile network.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from . import launch
-from .launch import FORK_LIMIT, LaunchError, Pipe, RankProcess, Setting, Spec, Unavailable
+from .launch import FORK_LIMIT, LaunchError, Pipe, RankProcess, Setting, Spec, Unavailable, free_port
 
 JOIN_LIMIT = 300.0  # seconds for all processes to meet: nodes of one job start minutes apart where images are pulled
 REPLY_LIMIT = 10.0  # seconds for a server to send a file of a rank's: output, stacks, notes
@@ -69,17 +69,18 @@ def _store() -> tuple[Any, Any]:
     return store, dist.PrefixStore(f"{KEY}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
-def _setting(size: int, world: str) -> Setting:
-    """What the ranks beside this process take over: as torchrun set it, with a namespace in the store a world."""
+def _setting(size: int, world: str, port: int) -> Setting:
+    """What the ranks beside this process take over. The harness's own group meets in the store of the job, under a name
+    of the world's; a group that the code under test makes meets at `port`, where no earlier world's keys are.
+    """
     setting = Setting.here()
     setting.master_addr = os.environ["MASTER_ADDR"]
-    setting.master_port = int(os.environ["MASTER_PORT"])
-    setting.store = f"{setting.master_addr}:{setting.master_port}/{KEY}/{world}"
+    setting.master_port = port
+    setting.store = f"{setting.master_addr}:{os.environ['MASTER_PORT']}/{KEY}/{world}"
     setting.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     setting.local_size = max(1, min(here, size - (rank() - setting.local_rank)))
-    # For code that makes its own group by env://: a client of the store, with other keys than the worlds before it
-    setting.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": world}
+    setting.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"  # at `port` rank 0 holds the store, no agent
     return setting
 
 
@@ -247,12 +248,13 @@ class Launcher:
         world = f"{self._run}-{self._worlds}"
         changed = {k: v for k, v in os.environ.items() if self._environ.get(k) != v}
         dropped = [name for name in self._environ if name not in os.environ]
-        common = (list(sys.path), changed, dropped, os.getcwd())
+        port = free_port()
+        common = (list(sys.path), changed, dropped, os.getcwd(), port)
         others = [self._servers[number] for number in range(1, spec.size)]
         for server in others:
             server.tell("start", world, common, pickle.dumps(spec))
         folder = self._local.world_folder()
-        self._local.prepare(folder, _setting(spec.size, world), spec)
+        self._local.prepare(folder, _setting(spec.size, world, port), spec)
         return [*self._local.fork(folder, [0]), *self._arrivals(world, others)]
 
     def _arrivals(self, world: str, servers: list[_Server]) -> list[RankProcess]:
@@ -375,11 +377,11 @@ class _Serving:
         if self._launcher.broken:
             raise EOFError(self._launcher.broken)
 
-    def _start(self, world: str, common: tuple[list[str], dict[str, str], list[str], str], spec: bytes) -> None:
+    def _start(self, world: str, common: tuple[list[str], dict[str, str], list[str], str, int], spec: bytes) -> None:
         """Fork this process's rank of a world; its pipe is a new connection to the session."""
-        path, changed, dropped, cwd = common
+        path, changed, dropped, cwd, port = common
         asked: Spec = pickle.loads(spec)
-        setting = _setting(asked.size, world)
+        setting = _setting(asked.size, world, port)
         environ = {k: v for k, v in {**setting.environ, **_portable(changed)}.items() if k not in dropped}
         setting = dataclasses.replace(setting, sys_path=path, environ=environ, cwd=cwd)
         folder = self._folders[world] = self._launcher.world_folder()
