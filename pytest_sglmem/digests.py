@@ -48,7 +48,14 @@ def _feed(hasher: hashlib.blake2b, value: object, depth: int) -> None:
     elif hasattr(value, "__array_interface__") and hasattr(value, "tobytes"):
         hasher.update(f"{value.dtype}{value.shape}".encode() + value.tobytes())  # type: ignore[attr-defined]
     else:
-        hasher.update(f"{type(value).__name__}:{_ADDRESS.sub('', repr(value))};".encode(errors="replace"))
+        hasher.update(f"{type(value).__name__}:{_text(value)};".encode(errors="replace"))
+
+
+def _text(value: object) -> str:
+    try:
+        return _ADDRESS.sub("", repr(value))
+    except Exception:  # the user's: what cannot say what it is counts by its type
+        return ""
 
 
 def _feed_tensor(hasher: hashlib.blake2b, tensor: torch.Tensor) -> None:

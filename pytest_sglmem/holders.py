@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import gc
 import inspect
+import io
 import re
 import shutil
+import subprocess
 import sys
 import types
 from collections import deque
@@ -32,6 +34,8 @@ NOBODY = "no Python object: only C++ holds it"
 _DEPTH = 16  # objects between a root and a tensor; longer chains say nothing to a reader
 _WIDE = 400  # objects looked at a level
 _KEY = 24  # characters of a key that are shown
+_DRAWING = 30  # seconds for graphviz: a graph of 8 levels takes one
+_run = subprocess.run
 _get_objects, _get_referents, _get_referrers = gc.get_objects, gc.get_referents, gc.get_referrers
 
 
@@ -74,8 +78,9 @@ def pattern(chain: str) -> str:
 
 
 def draw(target: object, path: Path, *, hidden: Sequence[object] = ()) -> bool:
-    """Draw what refers to `target` into `path` (.png or .svg). False where graphviz's `dot` is not installed."""
-    if shutil.which("dot") is None:
+    """Draw what refers to `target` into `path` (.png or .svg). False where graphviz is not there or fails."""
+    dot = shutil.which("dot")
+    if dot is None:
         return False
     import objgraph
 
@@ -84,14 +89,14 @@ def draw(target: object, path: Path, *, hidden: Sequence[object] = ()) -> bool:
     def shown(referrer: object) -> bool:
         return id(referrer) not in own and not _is_ours(referrer)
 
-    with open(path.with_suffix(".log"), "w", encoding="utf-8") as log:
-        sys_stdout, sys.stdout = sys.stdout, log  # objgraph prints what it draws
-        try:
-            objgraph.show_backrefs([target], max_depth=8, too_many=8, filter=shown, filename=str(path))
-        finally:
-            sys.stdout = sys_stdout
-    path.with_suffix(".log").unlink()
-    return path.exists()
+    source = io.StringIO()
+    objgraph.show_backrefs([target], max_depth=8, too_many=8, filter=shown, output=source)
+    command = [dot, f"-T{path.suffix[1:]}", "-o", str(path)]
+    try:
+        _run(command, input=source.getvalue(), text=True, timeout=_DRAWING, check=True, capture_output=True)
+    except (OSError, subprocess.SubprocessError):  # a picture that fails must not hide the leak
+        return False
+    return True
 
 
 def _chains_of(

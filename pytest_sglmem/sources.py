@@ -11,6 +11,7 @@ its address. It keeps no tensor and allocates nothing on the device.
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import sys
@@ -28,6 +29,7 @@ from .records import LiveBlocks, Reading
 _STAMP = "sglmem_cycle_"
 _LIVE = "active_allocated"  # what waits for a stream to let go of it is no longer allocated
 _ROUND = 512  # the allocator's smallest unit, bytes
+_dumps = pickle.dumps  # as it is before any fault is armed
 _frame_key = itemgetter("filename", "line", "name")
 Stack = tuple[str, ...]
 G = TypeVar("G")
@@ -157,5 +159,5 @@ def _live_blocks(device: int) -> Iterator[tuple[int, int, list[Mapping[str, obje
 
 def save_snapshot(path: str | Path) -> None:
     """Write torch's own snapshot, as `torch.cuda.memory._dump_snapshot` does: it opens in torch's memory viewer."""
-    with open(path, "wb") as file:
-        pickle.dump(torch._C._cuda_memorySnapshot(None), file)
+    with io.BufferedWriter(io.FileIO(path, "w")) as file:
+        file.write(_dumps(torch._C._cuda_memorySnapshot(None)))

@@ -305,9 +305,13 @@ class Run(Generic[G]):
         self._meeting.barrier()
 
     def _collect(self) -> None:
+        before = self._read().live
         for _ in range(_COLLECTIONS):
-            if not self._hands.collect():
+            found = self._hands.collect()
+            live = self._read().live
+            if not found or live == before:
                 break
+            before = live
 
     def record(self) -> RankTrace:
         """What was read so far, without who holds what."""
@@ -333,8 +337,11 @@ class Run(Generic[G]):
         if artifacts is None:
             return None
         folder = Path(artifacts)
-        folder.mkdir(parents=True, exist_ok=True)
-        save_snapshot(folder / f"snapshot-rank{self._rank}.pickle")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            save_snapshot(folder / f"snapshot-rank{self._rank}.pickle")
+        except OSError:  # a full or read-only disk must not hide the leak
+            return None
         return folder
 
     def _held_by(

@@ -197,6 +197,30 @@ def test_the_search_keeps_nothing(module):
     assert len(gc.get_objects()) <= before + 1
 
 
+def fake_graphviz(folder, monkeypatch, script):
+    dot = folder / "dot"
+    dot.write_text(f"#!{sys.executable}\n{script}")
+    dot.chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder))
+
+
+def test_an_image_of_the_reference_graph(module, tmp_path, monkeypatch):
+    fake_graphviz(tmp_path, monkeypatch, "import sys; open(sys.argv[3], 'w').write(sys.argv[1] + sys.stdin.read())")
+    module.STORE = {"k": torch.zeros(8)}
+    where = address_of(lambda: module.STORE["k"])
+    chains_for_blocks([where], graph_to=tmp_path / "graph.png")
+    drawn = (tmp_path / "graph.png").read_text()
+    assert drawn.startswith("-Tpngdigraph")
+    assert "Tensor" in drawn
+    assert "module" in drawn
+
+
+def test_graphviz_that_fails_fails_nothing(module, tmp_path, monkeypatch):
+    fake_graphviz(tmp_path, monkeypatch, "raise SystemExit(1)")
+    module.BLOCK = torch.zeros(8)
+    assert not draw(module.BLOCK, tmp_path / "graph.png")
+
+
 def test_an_image_only_where_graphviz_is(module, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", "")
     module.BLOCK = torch.zeros(8)

@@ -17,6 +17,15 @@ from pytest_sglmem.tracing import Hands, bounds, trace, trace_rank  # noqa: E402
 KIB = 1024
 
 
+@pytest.fixture(scope="module", autouse=True)
+def frozen_heap():
+    """As in a rank: a collection walks what the test made and not all of torch."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture
 def device():
     with emulated_cuda():
