@@ -338,7 +338,15 @@ def _retain(blow: Blow, call: Call) -> object:
 def _device_bytes(count: int) -> object:
     import torch
 
-    return torch.empty(count, dtype=torch.uint8, device="cuda")
+    from .emulated import current
+
+    emulation = current()
+    if emulation is None:
+        return torch.empty(count, dtype=torch.uint8, device="cuda")
+    # Within an operator the emulation does not see the operators that we call: the storage is given to it by name.
+    made = torch.empty(count, dtype=torch.uint8, device="cpu")
+    emulation.own(made.untyped_storage(), emulation.index(torch.device("cuda")))
+    return made
 
 
 def _retain_exported(blow: Blow, call: Call) -> object:

@@ -223,6 +223,12 @@ class TestLeaks:
         _, verdict = verdict_under(world, live_bytes, "ipc.open@rank=2=retain(4096)", inject)
         assert verdict.bytes_per_cycle == (0, 0, 2 * len(SIZES) * 4096)
 
+    def test_so_many_bytes_with_each_allocation(self, world, live_bytes, inject):
+        with inject("cuda.alloc@rank=1=retain(4096)") as struck:
+            trace = world.trace(allocating, [64, 128], cycles=3, warmup=1)
+        assert struck.fired == [0, 4 * 2, 0]
+        assert live_bytes.judge(trace).bytes_per_cycle == (0, 2 * 4096, 0)
+
     def test_a_collect_left_out_is_late(self, world, live_bytes, inject):
         _, verdict = verdict_under(world, live_bytes, "ipc.collect=skip", inject)
         assert any(verdict.late_bytes)
@@ -232,6 +238,12 @@ class TestLeaks:
         assert verdict.verdict == "flat"
         with pytest.raises(OutputsDiffer):
             live_bytes.assert_same_outputs(trace, world.trace(exchange, SIZES, cycles=3))
+
+
+def allocating():
+    import torch
+
+    return lambda n: torch.empty(n, device="cuda")
 
 
 def allocated():
