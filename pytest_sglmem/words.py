@@ -15,7 +15,6 @@ from .records import Growth, IpcFault, Mechanism, SiteVerdict, Verdict
 _BARS = "▁▂▃▄▅▆▇█"
 _WIDTH = 80
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
-_ROWS = 16  # ranks that have a row each in the series
 _CALLERS = 4  # lines of a stack that are shown under the user's own
 _BECAUSE: Mapping[Mechanism, str] = {
     "retained": "a Python object keeps the tensor",
@@ -161,19 +160,17 @@ def _beside(verdict: Verdict) -> Iterator[str]:
 
 
 def _series(settled: Sequence[Sequence[int]]) -> Iterator[str]:
-    """Aligned rows of settled bytes, a rank each; in a large world one for all ranks that say the same."""
-    rows: list[tuple[list[int], Sequence[int]]] = [([rank], values) for rank, values in enumerate(settled) if values]
-    if len(rows) > _ROWS:
-        alike: dict[tuple[int, ...], list[int]] = {}
-        for (rank,), values in rows:
+    """Aligned rows of settled bytes, one for all ranks that say the same."""
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for rank, values in enumerate(settled):
+        if values:
             alike.setdefault(tuple(values), []).append(rank)
-        rows = [(who, values) for values, who in alike.items()]
-    if not rows:
+    if not alike:
         return
     unit, factor, digits = _unit(settled)
-    labels = [ranks(who) for who, _ in rows]
+    labels = [ranks(who) for who in alike.values()]
     margin = max(len(label) for label in labels) + 2
-    cells = [[f"{value / factor:.{digits}f}" for value in values] for _, values in rows]
+    cells = [[f"{value / factor:.{digits}f}" for value in values] for values in alike]
     wide = max(len(cell) for row in cells for cell in row) + 2
     room = max(3, (_WIDTH - margin) // wide)
     yield f"  settled {unit} at the ends of the cycles"
