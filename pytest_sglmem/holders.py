@@ -34,6 +34,7 @@ NOBODY = "no Python object: only C++ holds it"
 _DEPTH = 16  # objects between a root and a tensor; longer chains say nothing to a reader
 _WIDE = 400  # objects looked at a level
 _KEY = 24  # characters of a key that are shown
+_FAULTS = f"{__package__}.strikes"
 _DRAWING = 30  # seconds for graphviz: a graph of 8 levels takes one
 _run = subprocess.run
 _get_objects, _get_referents, _get_referrers = gc.get_objects, gc.get_referents, gc.get_referrers
@@ -268,6 +269,8 @@ def _back(root: object, came: Mapping[int, object | None]) -> list[object]:
 def _is_root(one: object, roots: Mapping[int, str]) -> bool:
     if id(one) in roots or isinstance(one, (types.ModuleType, type)):
         return True
+    if type(one).__module__ == _FAULTS:
+        return True
     return type(one) is dict and "__builtins__" in one and "__name__" in one
 
 
@@ -310,6 +313,8 @@ def _root_name(root: object, roots: Mapping[int, str]) -> str:
         return f"{root.__name__}(module)"
     if isinstance(root, type):
         return f"{root.__module__}.{root.__qualname__}"
+    if type(root).__module__ == _FAULTS:
+        return "an injected fault"
     return f"{root.get('__name__')}(module)" if isinstance(root, dict) else type(root).__name__
 
 

@@ -129,7 +129,8 @@ class Census:
         found = self._known.get(key)
         if found is None:
             frames, stamp = _below_the_harness(key)  # type: ignore[arg-type, assignment]
-            found = self._known[key] = sites.format_frames(frames), stamp  # type: ignore[arg-type]
+            stack = sites.format_frames(frames) or _innermost(frames)  # type: ignore[arg-type]
+            found = self._known[key] = stack, stamp
         return found
 
 
@@ -139,6 +140,13 @@ def _below_the_harness(frames: tuple[tuple[object, ...], ...]) -> tuple[tuple[tu
         if filename == __file__ and str(name).startswith(_STAMP):
             return frames[:at], int(str(name)[len(_STAMP) :])
     return frames, None
+
+
+def _innermost(frames: tuple[tuple[object, ...], ...]) -> Stack:
+    """Where no frame is the user's (a fault, a thread of torch): the line that allocated, whoever's it is."""
+    for filename, line, name in frames[:1]:
+        return (f"{os.sep.join(str(filename).split(os.sep)[-2:])}:{line} in {name}",)
+    return ()
 
 
 def _live_blocks(device: int) -> Iterator[tuple[int, int, list[Mapping[str, object]]]]:

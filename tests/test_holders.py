@@ -226,3 +226,13 @@ def test_an_image_only_where_graphviz_is(module, tmp_path, monkeypatch):
     module.BLOCK = torch.zeros(8)
     assert not draw(module.BLOCK, tmp_path / "graph.png")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_injected_fault_is_named_as_one():
+    from pytest_sglmem.faults import armed, parse
+
+    fault = parse("step=retain(4096)", origin="here")
+    with armed([fault], rank=0) as arming:
+        arming.kept.append(torch.zeros(8))
+        (chain,) = chains_for_blocks([address_of(lambda: arming.kept[-1])], roots={id(arming): "an injected fault"})
+    assert chain.startswith("an injected fault -> .kept -> [")

@@ -185,3 +185,10 @@ def test_outside_bytes_are_unknown_where_nvml_does_not_see_the_process(monkeypat
 def test_outside_bytes_are_unknown_without_nvml(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert outside_bytes(0, 1000) is None
+
+
+def test_a_line_that_is_nobodys_is_better_than_none(snapshot):
+    fault = frame("_retain_step", 350, sources.__file__.replace("sources", "strikes"))
+    snapshot[:] = [live(4096, [fault, *from_cycle(0)[1:]])]
+    (entry,) = Census(0).take(0)
+    assert entry.stack == ("pytest_sglmem/strikes.py:350 in _retain_step",)
