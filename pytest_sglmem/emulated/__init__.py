@@ -21,7 +21,7 @@ import torch
 import torch.multiprocessing
 from torch.utils._device import _device_constructors as device_constructors
 
-from . import collectives, driver, parallel, sharing, standins, streams, surface, tensors
+from . import collectives, compiled, driver, parallel, sharing, standins, streams, surface, tensors
 from .dispatch import Accounting, Plan
 from .memory import CPU, Memory
 from .patches import Patches
@@ -139,7 +139,7 @@ def emulated_cuda(devices: int = 1, *, memory: int = 80 * 2**30) -> Iterator[Emu
         yield on
         return
     emulation = Emulation(devices, memory)
-    with Patches() as patches:
+    with compiled.eager(), Patches() as patches:
         _install(patches, emulation)
         emulation.cover_thread()
         try:
@@ -158,6 +158,7 @@ def _install(patches: Patches, emulation: Emulation) -> None:
     driver.install(patches, emulation)
     standins.install(patches, emulation)
     parallel.install(patches)
+    compiled.install(patches)
     tensors.install(patches, emulation)
     sharing.install(patches, emulation)
     collectives.install(patches, emulation)

@@ -4,28 +4,24 @@ The operator itself runs as it is, on the CPU: an emulated tensor is a CPU tenso
 device of an output whose storage is new is the one that was asked for, else that of the inputs. Tensors of different
 devices in one operator are refused as torch refuses them (0-dim CPU tensors mix with everything).
 
-A factory call made by C++ inside a composite operator asks for the CPU, since C++ sees CPU tensors there. It can be told
-from one made in Python, which always says `pin_memory`; what it makes joins the device of the first tensors that the
-same call mixes it with. What an operator allocates and frees within itself is not seen: no workspaces, no temporaries.
+What C++ makes inside a composite operator is placed by `composites.py`. What an operator allocates and frees within itself is not seen: no workspaces, no temporaries.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch._ops import HigherOrderOperator
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
-from .memory import CPU, Memory, sparse_parts, storage_of
+from .composites import Composites
+from .memory import CPU, Memory, Owned, parts_of, storage_of
 from .threads import PerThread
 
 if TYPE_CHECKING:
     from . import Emulation
-
-Call = tuple[int, int]
 
 # Inputs of these may live on the CPU although the rest does not: torch takes indices, lengths and steps from there.
 MIXING = frozenset(
@@ -37,22 +33,44 @@ MIXING = frozenset(
         *("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_", "set_data"),
     }
 )
-RESIZING = frozenset({"resize_", "resize_as_", "set_", "set_data", "_resize_output_", "resize_as_sparse_"})
+# Libraries whose operators are C++ and see CPU tensors; in others a kernel may be Python that asks for "cuda".
+BUILT_IN = frozenset(
+    {
+        *("aten", "prim", "prims", "c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional"),
+        *(
+            "quantized",
+            "quantized_decomposed",
+            "_quantized",
+            "mkldnn",
+            "onednn",
+            "mkl",
+            "sparse",
+            "profiler",
+            "inductor",
+        ),
+        *("torchvision", "torchaudio", "rngprims", "debugprims", "debug_mode_ops", "symm_mem", "xnnpack", "_nnapi"),
+    }
+)
+SETTING = frozenset({"set_", "set_data"})
+RESIZING = SETTING | frozenset({"resize_", "resize_as_", "_resize_output_", "resize_as_sparse_"})
 
 
 class Plan:
     """What is known of an operator beforehand."""
 
     __slots__ = (
+        "_written",
         "alias",
         "collective",
         "elementwise",
         "generator",
         "inplace",
+        "kernels",
         "mixing",
         "name",
         "resizes",
         "seeded",
+        "sets",
         "with_generator",
     )
 
@@ -63,14 +81,41 @@ class Plan:
         self.collective = base if library == "c10d" else None
         returns, arguments = schema.returns, schema.arguments
         writes = [a for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+        self.kernels = _kernels(library, schema.name, schema.overload_name)
+        self._written = [(at, a.name) for at, a in enumerate(arguments) if a in writes]
         self.alias = bool(returns) and not writes and all(r.alias_info is not None for r in returns)
         self.inplace = bool(writes)
         self.mixing = base in MIXING
+        self.sets = base in SETTING
         self.resizes = base in RESIZING or any(a.kwarg_only for a in writes)
         self.elementwise = base.startswith("_foreach_")
         self.generator = any(a.name == "generator" for a in arguments)
         self.seeded = not self.generator and torch.Tag.nondeterministic_seeded in func.tags
         self.with_generator = _with_generator(func) if self.seeded else None
+
+    def written(self, args: Any, kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+        """The arguments that the operator writes to."""
+        return (
+            [args[at] for at, _ in self._written if at < len(args)],
+            {name: kwargs[name] for _, name in self._written if name in kwargs},
+        )
+
+
+def _kernels(library: str, name: str, overload: str) -> tuple[Any, Any] | None:
+    """Where the kernels are for CPU tensors and for emulated ones, of an operator that must be looked into; else None.
+
+    That is one made of other operators (seen whole only below autograd and in inference mode), and one of a library
+    whose kernel may be Python and make tensors itself: for an emulated tensor its CUDA kernel, where it has one.
+    """
+    full = f"{name}.{overload}" if overload else name
+    if library in BUILT_IN and not torch._C._dispatch_has_kernel_for_dispatch_key(full, "CompositeImplicitAutograd"):
+        return None
+    known = [key for key in ("CPU", "CUDA") if torch._C._dispatch_has_computed_kernel_for_dispatch_key(full, key)]
+    keys = {key: torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key)) for key in known}
+    if not keys:
+        return None
+    here = keys.get("CPU", keys.get("CUDA"))
+    return here, here if library in BUILT_IN else keys.get("CUDA", here)
 
 
 def _with_generator(func: Any) -> Any:
@@ -89,6 +134,8 @@ def _with_generator(func: Any) -> Any:
 class Accounting(TorchDispatchMode):
     """The mode that places and counts. One instance a thread; silent once the emulation it belongs to has ended."""
 
+    supports_higher_order_operators = True
+
     def __init__(self, emulation: Emulation, plans: dict[Any, Plan]) -> None:
         super().__init__()
         self._emulation = emulation
@@ -96,7 +143,7 @@ class Accounting(TorchDispatchMode):
         self._thread: PerThread = emulation.thread
         self._where = emulation.memory.where
         self._plans = plans
-        self._floating: dict[int, tuple[Call, Any]] = {}
+        self._composites = Composites()
         self.open = True
 
     @classmethod
@@ -109,9 +156,15 @@ class Accounting(TorchDispatchMode):
             return NotImplemented
         plan = self._plans.get(func)
         if plan is None:
+            if isinstance(func, HigherOrderOperator):
+                return self._run_higher(func, args, kwargs or {})
             plan = self._plans[func] = Plan(func)
-        if not self.open or (plan.alias and not kwargs):
+        if not self.open:
             return func(*args, **(kwargs or {}))
+        if plan.kernels is not None:
+            return self._run_open(plan, plan.kernels, func, args, kwargs or {})
+        if plan.alias and not kwargs:
+            return func(*args)
         if plan.collective is not None:
             return self._emulation.collectives.run(plan.collective, func, args, kwargs or {})
         return self._run(plan, func, args, kwargs or {})
@@ -126,30 +179,59 @@ class Accounting(TorchDispatchMode):
                 kwargs = {**kwargs, "device": _CPU_DEVICE}
             elif device is not None and device.type != "cpu":
                 return func(*args, **kwargs)
-            elif asked is None and device is not None and (here == CPU or "pin_memory" in kwargs):
+            elif asked is None and device is not None and (here is None or here == CPU or "pin_memory" in kwargs):
                 asked = CPU
         index = here if asked is None else asked
-        if index == CPU:
+        if index is None or index == CPU:
             if kwargs.get("pin_memory"):
                 return self._pinned(func, args, kwargs)
             if plan.generator and kwargs.get("generator") is not None:
                 self._emulation.generators.check(kwargs["generator"], "cpu")
             answer = func(*args, **kwargs)
-            if here == CPU and asked == CPU and "pin_memory" not in kwargs:
-                self._float(answer)
+            if here is None and asked == CPU and "pin_memory" not in kwargs:
+                self._composites.remember(answer)
+            elif self._composites.open:
+                self._composites.derive(_tensors(args, kwargs), answer)
             return answer
-        self._thread.last = index
         if plan.generator:
             kwargs = self._with_generator(kwargs, index)
         answer = self._seeded(plan, func, args, kwargs, index) if plan.seeded else func(*args, **kwargs)
         self._place(plan, answer, index)
         return answer
 
+    def _run_open(self, plan: Plan, kernels: tuple[Any, Any], func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """An operator that is made of others, with this mode on inside."""
+        here = self._common(plan, args, kwargs)
+        keys = kernels[0] if here is None or here == CPU else kernels[1]
+        _push_mode(self)
+        try:
+            answer = func.redispatch(keys, *args, **kwargs)
+        finally:
+            _pop_mode()
+        if here is not None and here != CPU:
+            self._place(plan, answer, here)
+        return answer
+
+    def _run_higher(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """An operator that calls functions (cond, flex_attention), with this mode on inside."""
+        keys = (torch._C.DispatchKey.CompositeExplicitAutograd, torch._C.DispatchKey.CPU)
+        kernel = next((func.py_kernels[key] for key in keys if key in func.py_kernels), None)
+        if kernel is None or not self.open:
+            raise NotImplementedError(f"{func.name()} is not emulated: it has no kernel in Python")
+        _push_mode(self)
+        try:
+            return kernel(*args, **kwargs)
+        finally:
+            _pop_mode()
+
     # -- inputs ----------------------------------------------------------------------------------------------------
 
-    def _common(self, plan: Plan, args: Any, kwargs: dict[str, Any]) -> int:
-        """The device of the inputs: that of the first which is no 0-dim CPU tensor. Raises where they are mixed."""
-        where, here, alone = self._where, None, True
+    def _common(self, plan: Plan, args: Any, kwargs: dict[str, Any]) -> int | None:
+        """The device of the inputs, None where there are none: that of the first which is no 0-dim CPU tensor.
+
+        Raises RuntimeError where they are mixed.
+        """
+        where, here, scalars = self._where, None, False
         for tensor in _tensors(args, kwargs) if kwargs or not all(map(_is_plain, args)) else args:
             if not isinstance(tensor, _Tensor):
                 continue
@@ -158,45 +240,41 @@ class Accounting(TorchDispatchMode):
             except (NotImplementedError, RuntimeError):
                 owned = self._memory.find(tensor)
             index = CPU if owned is None else owned.index
-            if index != here:
-                if here is not None:
-                    alone = False
-                    break
-                if index != CPU or tensor.dim():
-                    here = index
-        if alone:
-            return CPU if here is None else here
-        return self._common_of_mixed(plan, args, kwargs)
-
-    def _common_of_mixed(self, plan: Plan, args: Any, kwargs: dict[str, Any]) -> int:
-        """As `_common`, where the inputs are known to be of several devices."""
-        here: int | None = None
-        for tensor in _tensors(args, kwargs):
-            owned = self._memory.find(tensor)
-            index = CPU if owned is None else owned.index
+            if index == here:
+                continue
             if index == CPU and not tensor.dim():
-                continue
-            if here is None or here == index:
-                here = index
-            elif plan.mixing or plan.elementwise:
-                here = index if here == CPU and not plan.inplace else here
-            elif index == CPU and self._joins(tensor, here):
-                continue
-            elif here == CPU and self._all_join(args, kwargs, index):
+                scalars = True
+            elif here is None:
                 here = index
             else:
-                raise RuntimeError(_mixed(plan, here, index))
-        return CPU if here is None else here
+                return self._common_of_mixed(plan, args, kwargs)
+        if scalars:
+            if here is None:
+                return CPU
+            if plan.inplace and here != CPU:
+                return self._common_of_mixed(plan, args, kwargs)
+        return here
 
-    def _index(self, device: torch.device) -> int:
-        index = self._thread.device if device.index is None else device.index
-        if index >= len(self._memory.devices):
-            raise (
-                torch.AcceleratorError(INVALID_DEVICE)
-                if hasattr(torch, "AcceleratorError")
-                else RuntimeError(INVALID_DEVICE)
-            )
-        return index
+    def _common_of_mixed(self, plan: Plan, args: Any, kwargs: dict[str, Any]) -> int:
+        """As `_common`, where the inputs are known to be of several devices, or one that is written may be."""
+        found = [(tensor, CPU if owned is None else owned.index) for tensor, owned in self._found(args, kwargs)]
+        here = next((index for tensor, index in found if index != CPU), CPU)
+        if plan.mixing or plan.elementwise:
+            first = found[0][1]
+            return first if plan.inplace else here
+        written = {id(tensor) for tensor in _tensors(*plan.written(args, kwargs))}
+        for tensor, index in found:
+            if index == here or (index == CPU and not tensor.dim() and id(tensor) not in written):
+                continue
+            if index == CPU and self._composites.take(tensor):
+                self._memory.own(storage_of(tensor), here, self._stream(here))
+                continue
+            raise RuntimeError(_mixed(plan, index, here))
+        return here
+
+    def _found(self, args: Any, kwargs: dict[str, Any]) -> Iterator[tuple[torch.Tensor, Owned | None]]:
+        for tensor in _tensors(args, kwargs):
+            yield tensor, self._memory.find(tensor)
 
     # -- outputs ---------------------------------------------------------------------------------------------------
 
@@ -206,17 +284,17 @@ class Accounting(TorchDispatchMode):
             try:
                 storage = storage_of(tensor)
             except (NotImplementedError, RuntimeError):
-                self._place_sparse(plan, tensor, index)
+                self._place_parts(plan, tensor, index)
                 continue
             owned = where.get(storage._cdata)
             if owned is None:
-                if not plan.inplace or plan.resizes:
+                if not plan.sets:
                     self._memory.own(storage, index, self._stream(index))
             elif plan.resizes:
                 self._memory.resized(storage, owned, self._stream(owned.index))
 
-    def _place_sparse(self, plan: Plan, tensor: torch.Tensor, index: int) -> None:
-        for part in sparse_parts(tensor):
+    def _place_parts(self, plan: Plan, tensor: torch.Tensor, index: int) -> None:
+        for part in parts_of(tensor):
             self._place(plan, part, index)
 
     def _stream(self, index: int) -> int:
@@ -247,35 +325,6 @@ class Accounting(TorchDispatchMode):
         finally:
             generator.set_state(default.get_state())
             default.set_state(before)
-
-    # -- what composite operators make -----------------------------------------------------------------------------
-
-    def _float(self, answer: Any) -> None:
-        """C++ made this for the CPU, as far as it knows: whether it was right shows when the same call uses it."""
-        if not isinstance(answer, torch.Tensor):
-            return
-        storage = storage_of(answer)
-        node = torch._C._current_autograd_node()
-        if node is not None and isinstance(node, torch._C._FunctionBase):
-            return
-        if len(self._floating) > 64:
-            self._floating.clear()
-        self._floating[storage._cdata] = (_call(), storage)
-
-    def _joins(self, tensor: torch.Tensor, index: int) -> bool:
-        """Whether a CPU tensor was made by this very call, and so belongs to the device that the call runs on."""
-        storage = storage_of(tensor)
-        known = self._floating.get(storage._cdata)
-        if known is None or known[0] != _call():
-            return False
-        del self._floating[storage._cdata]
-        self._memory.own(storage, index, self._stream(index))
-        return True
-
-    def _all_join(self, args: Any, kwargs: dict[str, Any], index: int) -> bool:
-        """Whether all CPU tensors among the inputs were made by this very call."""
-        found = [t for t in _tensors(args, kwargs) if self._memory.find(t) is None and t.dim()]
-        return all([self._joins(tensor, index) for tensor in found])
 
 
 def _mixed(plan: Plan, one: int, other: int) -> str:
@@ -313,17 +362,7 @@ def _flat(values: Any) -> Iterator[torch.Tensor]:
             yield from _flat(value)
 
 
-def _call() -> Call:
-    """The Python instruction that is being carried out: C++ has no frames."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename in _OURS:
-        frame = frame.f_back
-    return (0, 0) if frame is None else (id(frame), frame.f_lasti)
-
-
-INVALID_DEVICE = "CUDA error: invalid device ordinal\n(the emulated machine has fewer devices: emulated_cuda(devices=) says how many)"
 _LISTS = (list, tuple)
 _Tensor = torch.Tensor
 _PLAIN = torch._C._disabled_torch_dispatch_impl
 _CPU_DEVICE = torch.device("cpu")
-_OURS = frozenset({__file__, torch._ops.__file__})

@@ -223,8 +223,7 @@ class Memory:
         try:
             return self.where.get(storage_of(tensor)._cdata)
         except (NotImplementedError, RuntimeError):
-            parts = sparse_parts(tensor)
-            return self.where.get(storage_of(parts[0])._cdata) if parts else None
+            return next((self.find(part) for part in parts_of(tensor)), None)
 
 
 class Locked:
@@ -252,9 +251,12 @@ class Locked:
             memory.settle()
 
 
-def sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The dense tensors that a sparse one is made of; none for what has no memory at all."""
+def parts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The tensors that one without a storage is made of: a sparse one, or one inside vmap; none for any other."""
     layout = tensor.layout
+    if layout is torch.strided:
+        wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        return (torch._C._functorch.get_unwrapped(tensor),) if wrapped else ()
     if layout is torch.sparse_coo:
         return (tensor._values(), tensor._indices())
     if layout in (torch.sparse_csr, torch.sparse_bsr):

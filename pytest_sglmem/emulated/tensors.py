@@ -41,6 +41,16 @@ FACTORIES = (
 )
 
 
+SPARSE = {  # which arguments are tensors
+    "sparse_coo_tensor": ("indices", "values"),
+    "sparse_csr_tensor": ("crow_indices", "col_indices", "values"),
+    "sparse_csc_tensor": ("ccol_indices", "row_indices", "values"),
+    "sparse_bsr_tensor": ("crow_indices", "col_indices", "values"),
+    "sparse_bsc_tensor": ("ccol_indices", "row_indices", "values"),
+    "sparse_compressed_tensor": ("compressed_indices", "plain_indices", "values"),
+}
+
+
 def install(patches: Patches, emulation: Emulation) -> None:
     """Let tensors and storages answer for the emulated device until `patches` are undone."""
     moves = Moves(emulation)
@@ -327,6 +337,8 @@ def _install_factories(patches: Patches, emulation: Emulation, moves: Moves) -> 
     for name in FACTORIES:
         if hasattr(torch, name):
             patches.set(torch, name, _factory(getattr(torch, name), emulation))
+    for name, parts in SPARSE.items():
+        patches.set(torch, name, _sparse(getattr(torch, name), emulation, parts))
     for name in ("tensor", "as_tensor", "asarray"):
         patches.set(torch, name, _from_data(getattr(torch, name), emulation, moves, copies=name == "tensor"))
 
@@ -370,6 +382,26 @@ def _from_data(real: Callable[..., Any], emulation: Emulation, moves: Moves, cop
         return made.requires_grad_(wants)
 
     return from_data
+
+
+def _sparse(real: Callable[..., Any], emulation: Emulation, parts: tuple[str, ...]) -> Callable[..., Any]:
+    """`real`, made of parts that are moved to the device first."""
+
+    @functools.wraps(real)
+    def sparse(*args: Any, **kwargs: Any) -> Any:
+        device = kwargs.get("device")
+        index = CPU if device is None else emulation.index_of(device)
+        if index is None or index == CPU:
+            return real(*args, **kwargs)
+        del kwargs["device"]
+        where = emulation.memory.devices[index]
+        moved = [torch.as_tensor(value, device=where) for value in args[: len(parts)]]
+        kwargs = {
+            name: torch.as_tensor(kwargs[name], device=where) if name in parts else kwargs[name] for name in kwargs
+        }
+        return real(*moved, *args[len(parts) :], **kwargs)
+
+    return sparse
 
 
 def _default_device() -> torch.device:
