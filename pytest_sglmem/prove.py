@@ -75,6 +75,7 @@ class Proof:
         self._left_out = 0
         self._artifacts = ""
         self._merged = False
+        self.proved = False
         self.runs: list[Run] = []
         self._watching = watch()
         self.faults: tuple[Fault, ...] = self._watching
@@ -132,7 +133,11 @@ class Proof:
         plans = [(item, clean, proof.plan(clean)) for item, clean in self._cleans.values()]
         total = sum(len(faults) for _, _, faults in plans)
         self._allowed = _share(self._session.settings.prove_limit, self._config)
-        self._say(_announcement(plans, total, self._allowed, len(journal.done)))
+        self.proved = True
+        if not self._worker:
+            _print(self._config, "")  # the line of dots ends here
+        known = sum((clean.nodeid, fault.text) in journal.done for _, clean, faults in plans for fault in faults)
+        self._say(_announcement(plans, total, self._allowed, known))
         done = 0
         with contextlib.closing(journal), tempfile.TemporaryDirectory(prefix="sglmem-proof-") as self._artifacts:
             for item, clean, faults in plans:
@@ -161,8 +166,11 @@ class Proof:
                 self._allowed = None if self._allowed is None else self._allowed - 1
                 self._keep(self._struck(item, clean, fault), journal)
                 struck = True
+        healed = journal.done.get((clean.nodeid, HEALED))
         if struck:
             self._keep(self._healed(item, clean), journal)
+        elif healed is not None:
+            self.runs.append(healed)
 
     def _keep(self, run: Run, journal: Journal) -> None:
         self.runs.append(run)
@@ -228,7 +236,7 @@ class Proof:
         if sent is not None:
             self.runs += [Run(**run) for run in sent["runs"]]
             self._left_out += sent["left_out"]
-            self._merged = True
+            self.proved = self._merged = True
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
@@ -244,14 +252,14 @@ class Proof:
         if self._merged and not self._left_out and session.exitstatus != pytest.ExitCode.INTERRUPTED:
             Journal.remove(_folder(self._config, self._session.settings))
         collector: Collector | None = self._config.pluginmanager.get_plugin("sglmem-collector")
-        if collector is not None:
+        if collector is not None and self.proved:
             collector.proof = proof.fold(self.runs, left_out=self._left_out)
         if proof.unproven(self.runs) and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """The table, and every hole with the command that repeats it."""
-        if self._worker:
+        if self._worker or not self.proved:
             return
         terminalreporter.section("sglmem proof")
         for line in proof.table(self.runs, left_out=self._left_out, options=_options(self._session.settings)):
@@ -321,7 +329,6 @@ def _folder(config: pytest.Config, settings: Settings) -> Path:
 def _print(config: pytest.Config, line: str) -> None:
     terminal = config.pluginmanager.get_plugin("terminalreporter")
     if terminal is not None:
-        terminal.ensure_newline()
         terminal.write_line(line)
 
 

@@ -1,0 +1,454 @@
+"""The proof: what is tried, what a failure means, the table; then whole proofs of small suites, and of downstream."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pytest_sglmem.faults import POINTS, parse
+from pytest_sglmem.proof import (
+    CANDIDATES,
+    HEALED,
+    Clean,
+    Failure,
+    Run,
+    exemption,
+    failure_of,
+    fold,
+    judge_run,
+    plan,
+    repeat_command,
+    table,
+    unproven,
+)
+
+if sys.version_info < (3, 11):
+    from exceptiongroup import ExceptionGroup
+
+DOWNSTREAM = Path(__file__).parent.parent / "fixtures" / "downstream"
+
+
+def fault(text):
+    return parse(text, origin="here")
+
+
+def failed(*kinds, text="it failed"):
+    return Failure(frozenset(kinds), text)
+
+
+class TestPlan:
+    def test_every_candidate_is_a_fault_and_every_point_but_the_clock_has_one(self):
+        for candidate in CANDIDATES:
+            assert fault(candidate.text.format(last=1)).point == candidate.point
+        assert {candidate.point for candidate in CANDIDATES} == set(POINTS) - {"clock.time", "pickle.loads"}
+
+    def test_only_what_was_reached_often_enough(self):
+        assert [one.text for one in plan(Clean("t", {"cuda.alloc": 2}))] == ["cuda.alloc@nth=1=oom"]
+        assert [one.text for one in plan(Clean("t", {"cuda.alloc": 3}))] == [
+            "cuda.alloc@every=3=retain",
+            "cuda.alloc@nth=1=oom",
+        ]
+        assert plan(Clean("t", {})) == []
+
+    def test_forced_leaks_come_first_even_where_nothing_was_reached(self):
+        clean = Clean("t", {"gc.enable": 1}, forced=("step=retain",))
+        assert [one.text for one in plan(clean)] == ["step=retain", "gc.enable=skip"]
+
+    def test_the_last_rank_is_killed_where_there_are_ranks(self):
+        reached = {"step": 2}
+        assert [one.text for one in plan(Clean("t", reached, size=4))] == ["step@rank=3,nth=2=kill"]
+        assert plan(Clean("t", reached)) == []
+
+    def test_what_the_emulated_device_cannot_show_is_not_tried_on_it(self):
+        reached = {"cuda.synchronize": 1}
+        assert plan(Clean("t", reached, device="emulated")) == []
+        assert [one.text for one in plan(Clean("t", reached, device="cuda"))] == ["cuda.synchronize=skip"]
+
+    @pytest.mark.parametrize("key", ["ipc.open@nth=1=retain", "ipc.open=retain", "ipc.open", ""])
+    def test_exemptions_from_the_exact_to_all(self, key):
+        assert exemption(Clean("t", {}, exempt={key: "why"}), fault("ipc.open@nth=1=retain")) == "why"
+        assert exemption(Clean("t", {}, exempt={"ipc.open=corrupt": "why"}), fault("ipc.open=retain")) is None
+
+
+class TestJudgeRun:
+    @pytest.mark.parametrize(
+        ("text", "fired", "failure", "result"),
+        [
+            ("ipc.open=retain", 3, failed("leak"), "caught"),
+            ("ipc.open=retain", 3, failed("contract"), "caught"),
+            ("ipc.open=retain", 3, failed("assertion"), "caught"),
+            ("ipc.open=retain", 3, failed("crash"), "error"),
+            ("ipc.open=retain", 3, failed("silent"), "timeout"),
+            ("ipc.open=retain", 3, failed("timeout"), "timeout"),
+            ("ipc.open=retain", 3, failed("crash", "leak"), "caught"),
+            ("ipc.open=retain", 3, failed("died"), "error"),
+            ("ipc.open=retain", 3, Failure(), "survived"),
+            ("ipc.open=retain", 0, Failure(), "not triggered"),
+            ("ipc.open=retain", 0, failed("leak"), "error"),
+            ("ipc.open=corrupt", 1, failed("outputs"), "caught"),
+            ("ipc.open=corrupt", 1, failed("leak"), "error"),
+            ("step=kill", 0, failed("died"), "caught"),
+            ("step=kill", 0, failed("crash"), "error"),
+            ("step=hang", 0, failed("silent"), "caught"),
+            ("step=hang", 0, failed("timeout", text="rank 1: injected step=hang"), "timeout"),
+            ("step=raise(KeyError)", 1, failed("crash", "injected"), "caught"),
+            ("step=raise(KeyError)", 1, failed("crash"), "error"),
+            ("cuda.alloc=oom", 0, failed("crash", "injected", text="injected by cuda.alloc=oom"), "caught"),
+            ("pickle.dumps=keep-live", 9, failed("growth"), "caught"),
+        ],
+    )
+    def test_by_examples(self, text, fired, failure, result):
+        assert judge_run(fault(text), fired, failure)[0] == result
+
+    def test_a_forced_leak_that_passes_is_blind(self):
+        assert judge_run(fault("step=retain"), 9, Failure(), forced=True) == (
+            "blind",
+            "passes while every step loses memory",
+        )
+        assert judge_run(fault("step=retain"), 0, Failure(), forced=True) == ("blind", "traces and appends nothing")
+        assert judge_run(fault("step=retain"), 9, failed("leak"), forced=True) == ("caught", "leak")
+
+
+class RankRaised(Exception):
+    type = "builtins.AssertionError"
+
+
+class LeakError(AssertionError):
+    pass
+
+
+class RankDied(Exception):
+    pass
+
+
+class TestFailureOf:
+    @pytest.mark.parametrize(
+        ("error", "kinds"),
+        [
+            (AssertionError("x"), {"assertion"}),
+            (LeakError("x"), {"leak"}),
+            (RankRaised("x"), {"assertion"}),
+            (RankDied("x"), {"died"}),
+            (IndexError("x"), {"crash"}),
+            (OSError("injected by file.fsync=raise(OSError)"), {"crash", "injected"}),
+            (pytest.fail.Exception("CUDA IPC contract broken (--sglmem-ipc-audit error)"), {"contract"}),
+            (pytest.fail.Exception("Timeout >1.0s"), {"timeout"}),
+            (pytest.fail.Exception("no"), {"assertion"}),
+            (ExceptionGroup("several", [RankDied("x"), IndexError("y")]), {"died", "crash"}),
+        ],
+    )
+    def test_by_name(self, error, kinds):
+        assert failure_of(error).kinds == kinds
+
+
+class TestFold:
+    RUNS = (
+        Run("a::t1", "step=retain", "caught", 3, "leak"),
+        Run("a::t2", "step=retain", "blind", 3, "passes"),
+        Run("a::t1", "ipc.open=retain", "caught", 3, "leak"),
+        Run("a::t2", "ipc.open=retain", "survived", 2, "fired 2 times, passed"),
+        Run("a::t1", "ipc.open=corrupt", "survived", 1, "fired 1 times, passed"),
+        Run("a::t2", "ipc.open=corrupt", "error", 1, "IndexError: x"),
+        Run("a::t1", "gc.enable=skip", "exempt", 0, "because"),
+        Run("a::t1", "file.fsync=raise(OSError)", "not triggered"),
+        Run("a::t1", "dist.barrier=skip", "timeout", 1, "slow"),
+        Run("a::t1", HEALED, "healed"),
+    )
+
+    def test_one_verdict_a_fault(self):
+        proof = fold(self.RUNS, left_out=4)
+        assert {one["fault"]: one["verdict"] for one in proof["faults"]} == {
+            "step=retain": "survived",
+            "ipc.open=retain": "caught",
+            "ipc.open=corrupt": "survived",
+            "gc.enable=skip": "exempt",
+            "file.fsync=raise(OSError)": "not triggered",
+            "dist.barrier=skip": "timeout",
+        }
+        assert proof["score"] == 0.25
+        assert (proof["blind"], proof["runs"], proof["left_out"]) == (["a::t2"], 10, 4)
+        assert proof["faults"][1] == {
+            "fault": "ipc.open=retain",
+            "fired_in": ["a::t1", "a::t2"],
+            "caught_by": ["a::t1"],
+            "verdict": "caught",
+        }
+
+    def test_nothing_fired_has_no_score(self):
+        assert fold([])["score"] is None
+        assert table([]) == ["no fault could fire"]
+
+    def test_what_fails_the_session(self):
+        assert [(run.nodeid, run.fault) for run in unproven(self.RUNS)] == [
+            ("a::t1", "ipc.open=corrupt"),
+            ("a::t2", "step=retain"),
+        ]
+        broken = Run("a::t1", HEALED, "not healed", 0, "LeakError: x")
+        assert unproven([broken]) == [broken]
+        assert unproven([run for run in self.RUNS if run.result in ("timeout", "error", "exempt")]) == []
+
+    def test_the_table_says_how_to_repeat_each_hole(self):
+        lines = "\n".join(table(self.RUNS, left_out=2, options=["--sglmem-seed=3"]))
+        assert "SURVIVED: ipc.open=corrupt in t1: fired 1 times, passed" in lines
+        assert "  pytest a::t1 --sglmem-inject ipc.open=corrupt --sglmem-seed=3" in lines
+        assert "BLIND: step=retain in t2: passes" in lines
+        assert "exempt: gc.enable=skip in a::t1: because" in lines
+        assert "2 runs left out" in lines
+        assert "TIMEOUT: dist.barrier=skip in t1: slow" in lines
+
+    def test_commands_are_quoted_for_a_shell(self):
+        command = repeat_command([Run("a.py::t[x y]", "step=raise(KeyError)", "survived")])
+        assert command == "pytest 'a.py::t[x y]' --sglmem-inject 'step=raise(KeyError)'"
+
+
+HISTORY = """
+    import pickle, pytest
+
+    def test_keeps_bytes(gc_tracked):
+        kept = []
+        gc_tracked.assert_flat(lambda i: kept.append(pickle.dumps({"id": [i]})), times=20)
+
+    def test_plain():
+        pickle.dumps(1)
+"""
+EYELESS = """
+    import pickle, pytest
+
+    @pytest.mark.survives("pickle.dumps", reason="counts nothing, on purpose")
+    def test_keeps_bytes(gc_tracked):
+        pickle.dumps({"id": 1})
+"""
+
+
+def outline(result):
+    words = ("proof", "SURVIVED", "BLIND", "ERROR", "exempt")
+    return [line for line in result.outlines if line.startswith(words) and "faults caught" not in line]
+
+
+class TestSmallSuites:
+    """Without worlds: in the pytest process alone, so that they take no time."""
+
+    def prove(self, pytester, text, *args):
+        pytester.makepyfile(test_it=text)
+        return pytester.runpytest_subprocess("--sglmem-prove", "--sglmem-report=report.json", *args)
+
+    def report(self, pytester):
+        return json.loads((pytester.path / "report.json").read_text())
+
+    def test_a_good_one(self, pytester):
+        result = self.prove(pytester, HISTORY)
+        assert result.ret == 0
+        result.assert_outcomes(passed=2)
+        assert outline(result) == [
+            "proof: 3 runs, 1 tests under 3 faults",
+            "proof [3/3] test_it.py::test_keeps_bytes ...+",
+        ]
+        assert self.report(pytester)["proof"]["score"] == 1.0
+        assert not (pytester.path / ".sglmem").exists() or not list((pytester.path / ".sglmem").rglob("*"))
+
+    def test_a_blind_one_and_an_exemption(self, pytester):
+        result = self.prove(pytester, EYELESS)
+        assert result.ret == 1
+        result.assert_outcomes(passed=1)
+        said = outline(result)
+        assert "BLIND: step@rank=pytest=keep-live in test_keeps_bytes: traces and appends nothing" in said
+        assert "exempt: pickle.dumps=keep-live in test_it.py::test_keeps_bytes: counts nothing, on purpose" in said
+        proof = self.report(pytester)["proof"]
+        assert proof["blind"] == ["test_it.py::test_keeps_bytes"]
+        assert {one["verdict"] for one in proof["faults"]} == {"survived", "exempt"}
+
+    def test_exempt_from_everything(self, pytester):
+        result = self.prove(pytester, EYELESS.replace('"pickle.dumps", ', ""))
+        assert result.ret == 0
+        assert self.report(pytester)["proof"]["score"] is None
+
+    def test_limit_then_on_from_there(self, pytester):
+        first = self.prove(pytester, HISTORY, "--sglmem-prove-limit=1")
+        assert outline(first) == [
+            "proof: 3 runs, 1 tests under 3 faults, at most 1 now",
+            "proof [1/3] test_it.py::test_keeps_bytes .+",
+        ]
+        assert self.report(pytester)["proof"]["left_out"] == 2
+        second = pytester.runpytest_subprocess("--sglmem-prove", "--sglmem-report=report.json")
+        assert outline(second)[0] == "proof: 3 runs, 1 tests under 3 faults, 1 known from the last time"
+        assert self.report(pytester)["proof"]["score"] == 1.0
+        assert self.report(pytester)["proof"]["left_out"] == 0
+        third = pytester.runpytest_subprocess("--sglmem-prove")
+        assert outline(third)[0] == "proof: 3 runs, 1 tests under 3 faults"
+
+    def test_a_changed_file_is_proven_anew(self, pytester):
+        self.prove(pytester, HISTORY, "--sglmem-prove-limit=1")
+        second = self.prove(pytester, HISTORY + "\n    # changed\n")
+        assert outline(second)[0] == "proof: 3 runs, 1 tests under 3 faults"
+
+    def test_tests_that_failed_or_inject_are_left_out(self, pytester):
+        result = self.prove(
+            pytester,
+            """
+            import pickle, pytest
+
+            def test_fails(gc_tracked):
+                assert False
+
+            @pytest.mark.inject("pickle.dumps=keep-live")
+            def test_marked(gc_tracked):
+                pickle.dumps(1)
+
+            def test_injects(gc_tracked, inject):
+                with inject("pickle.dumps=keep-live"):
+                    pickle.dumps(1)
+            """,
+        )
+        assert result.ret == 1
+        assert outline(result) == ["proof: 0 runs, 0 tests under 0 faults"]
+
+    def test_not_after_stopping_early(self, pytester):
+        result = self.prove(pytester, HISTORY + "\n    def test_fails(): assert False\n", "-x")
+        assert outline(result) == []
+
+    def test_selection_limits_it(self, pytester):
+        result = self.prove(pytester, HISTORY, "-k", "plain")
+        assert outline(result) == ["proof: 0 runs, 0 tests under 0 faults"]
+
+    def test_fixtures_are_made_anew_for_each_run(self, pytester):
+        pytester.makeconftest(
+            """
+            import pytest
+
+            @pytest.fixture(scope="session")
+            def made():
+                with open("made", "a") as file:
+                    file.write("x")
+            """
+        )
+        self.prove(pytester, HISTORY.replace("(gc_tracked)", "(gc_tracked, made)"))
+        assert (pytester.path / "made").read_text() == "x" * 5  # the clean run, 3 faults, the healing
+
+    def test_not_healed_fails_the_session(self, pytester):
+        result = self.prove(
+            pytester,
+            """
+            runs = []
+
+            def test_poisoned(gc_tracked):
+                runs.append(1)
+                gc_tracked.assert_flat(lambda i: None, times=10)
+                assert len(runs) < 3
+            """,
+        )
+        assert result.ret == 1
+        assert any(line.startswith("NOT HEALED: (no fault: healed)") for line in result.outlines)
+
+    @pytest.mark.parametrize(
+        ("marker", "says"),
+        [
+            ("survives", "should be faults and a reason"),
+            ("survives('ipc.open=retain')", "should be faults and a reason"),
+            ("survives('ipc.open=retain', reason=' ')", "should be faults and a reason"),
+            ("survives('ipc.opn=retain', reason='x')", "did you mean ipc.open"),
+            ("survives(reason='x', since=3)", "should be faults and a reason"),
+        ],
+    )
+    def test_a_marker_that_cannot_be(self, pytester, marker, says):
+        result = self.prove(pytester, f"import pytest\n\n@pytest.mark.{marker}\ndef test_it(gc_tracked): pass\n")
+        assert result.ret == pytest.ExitCode.USAGE_ERROR
+        assert says in result.stderr.str()
+        assert "marker of test_it at test_it.py:3" in result.stderr.str()
+
+    def test_warnings_of_struck_runs_are_not_shown(self, pytester):
+        result = self.prove(
+            pytester,
+            """
+            import warnings
+
+            def test_warns(gc_tracked):
+                warnings.warn("careful")
+                gc_tracked.assert_flat(lambda i: None, times=10)
+            """,
+        )
+        assert result.parseoutcomes().get("warnings") == 1
+
+    def test_in_xdist(self, pytester):
+        pytester.makepyfile(test_it=HISTORY, test_other=EYELESS)
+        result = pytester.runpytest_subprocess("--sglmem-prove", "--sglmem-report=report.json", "-n2")
+        assert result.ret == 1
+        proof = self.report(pytester)["proof"]
+        assert proof["blind"] == ["test_other.py::test_keeps_bytes"]
+        assert any("test_it.py::test_keeps_bytes ...+" in line for line in result.outlines)
+        assert not list(pytester.path.rglob("*.said")) + list(pytester.path.rglob("*.jsonl"))
+
+
+def test_interrupted_it_leaves_nothing_but_what_it_goes_on_from(pytester):
+    pytester.makepyfile(
+        test_it="""
+        import pathlib, pickle
+
+        def test_first(gc_tracked):
+            kept = []
+            gc_tracked.assert_flat(lambda i: kept.append(pickle.dumps([i])), times=20)
+
+        def test_slow(gc_tracked):
+            if pathlib.Path("seen").exists():
+                open("proving", "w").close()
+                open("never")  # a pipe that nobody writes to
+            pathlib.Path("seen").touch()
+            gc_tracked.assert_flat(lambda i: None, times=10)
+        """
+    )
+    os.mkfifo("proving")
+    os.mkfifo("never")
+    proving = os.open("proving", os.O_RDONLY | os.O_NONBLOCK)
+    command = [sys.executable, "-m", "pytest", "--sglmem-prove", "--sglmem-report=report.json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        poll = select.poll()
+        poll.register(proving, select.POLLHUP)
+        reached = poll.poll(60_000)
+        process.send_signal(signal.SIGINT)
+        out, _ = process.communicate(timeout=30)
+    os.close(proving)
+    assert reached
+    assert process.returncode == pytest.ExitCode.INTERRUPTED
+    assert "test_first ...+" in out
+    assert json.loads(Path("report.json").read_text())["proof"]["score"] == 1.0
+    left = [path for path in Path(".sglmem").rglob("*") if path.is_file()]
+    assert left == [Path(".sglmem/proof/main.jsonl")]
+    assert len(left[0].read_text().splitlines()) == 1 + 4
+
+
+class TestDownstream:
+    """fixtures/downstream: the good suite is proven, the weak one is told what it misses."""
+
+    def prove(self, pytester, suite):
+        shutil.copytree(DOWNSTREAM, pytester.path / "downstream", ignore=shutil.ignore_patterns(".*", "__pycache__"))
+        os.chdir(pytester.path / "downstream" / suite)
+        result = pytester.runpytest_subprocess(
+            "--sglmem-prove", "--sglmem-device=emulated", "--sglmem-report=report.json", "-c", "pytest.ini"
+        )
+        return result, json.loads(Path("report.json").read_text())["proof"]
+
+    def test_good(self, pytester):
+        result, proof = self.prove(pytester, "good")
+        assert (result.ret, proof["score"], proof["blind"]) == (0, 1.0, [])
+        assert {one["verdict"] for one in proof["faults"]} == {"caught"}
+        assert len(proof["faults"]) >= 20
+
+    def test_weak(self, pytester):
+        result, proof = self.prove(pytester, "weak")
+        assert result.ret == 1
+        assert proof["blind"] == ["test_exchange.py::test_it_runs", "test_history.py::test_history_keeps_requests"]
+        survived = {one["fault"] for one in proof["faults"] if one["verdict"] == "survived"}
+        assert survived >= {
+            *("ipc.export=one-handle", "ipc.open=retain", "ipc.open=duplicate", "ipc.open=corrupt", "ipc.collect=skip"),
+            *("cuda.alloc@every=3=retain", "dist.barrier=skip", "pickle.dumps=keep-live"),
+        }
+        said = "\n".join(result.outlines)
+        assert "SURVIVED: ipc.export=one-handle in test_memory_is_flat, test_it_runs: fired 3 times, passed" in said
+        assert "--sglmem-inject ipc.export=one-handle --sglmem-device=emulated" in said
