@@ -1,7 +1,10 @@
 """`UlyssesAllToAll` on the emulated device: right outputs, flat bytes, and every way that ranks can fail each other."""
 
+import ctypes
 import os
 import signal
+import time
+import types
 
 import pytest
 
@@ -49,6 +52,22 @@ def test_exchange_is_all_to_all_single(world):
                     assert received.shape == send.shape
                     assert received.is_cuda
                     assert torch.equal(received.cpu(), expected(send))
+
+    world.run(check)
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32, torch.float64])
+def test_no_bit_changes_not_even_of_what_is_not_a_number(world, dtype):
+    def check():
+        bits = torch.int16 if dtype.itemsize == 2 else torch.int32
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        words = torch.randint(torch.iinfo(bits).min, torch.iinfo(bits).max, (4096,), generator=generator, dtype=bits)
+        for order in (lambda: None, on_the_device):
+            order()
+            with UlyssesAllToAll() as ulysses:
+                received = ulysses.exchange(words.view(dtype).cuda())
+                assert torch.equal(received.cpu().view(torch.uint8), expected(words.view(torch.uint8)))
+        assert words.view(dtype).isnan().any()
 
     world.run(check)
 
@@ -640,26 +659,25 @@ class ActsAtOnce:
 
     @staticmethod
     def cuMemcpyDtoDAsync(to, source, size, stream):
-        import ctypes
-
         ctypes.memmove(to, source, size)
         return (0,)
 
+    class CUstreamBatchMemOpType:
+        CU_STREAM_MEM_OP_WRITE_VALUE_32 = 2
+        CU_STREAM_MEM_OP_WAIT_VALUE_32 = 1
+
+    class CUstreamBatchMemOpParams:
+        def __init__(self):
+            self.writeValue = self.waitValue = types.SimpleNamespace()
+
     @staticmethod
-    def cuStreamWriteValue32(stream, address, value, flags):
-        import ctypes
-
-        ctypes.c_uint32.from_address(address).value = value
-        return (0,)
-
-    @staticmethod
-    def cuStreamWaitValue32(stream, address, value, flags):
-        import ctypes
-        import time
-
-        flag = ctypes.c_uint32.from_address(address)
-        while not has_come(flag.value, value):
-            time.sleep(1e-4)
+    def cuStreamBatchMemOp(stream, count, operations, flags):
+        for each in (whole.writeValue for whole in operations):
+            flag = ctypes.c_uint32.from_address(each.address)
+            if each.operation == ActsAtOnce.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WRITE_VALUE_32:
+                flag.value = each.value
+            while not has_come(flag.value, each.value):
+                time.sleep(1e-4)
         return (0,)
 
 
@@ -671,10 +689,13 @@ def on_the_device(driver=ActsAtOnce):
     ulysses._device_name = lambda: f"device {dist.get_rank()}"
     torch.cuda.ExternalStream = lambda stream: torch.cuda.Stream()
     torch.Tensor.data_ptr = torch._C.TensorBase.data_ptr  # where the bytes really are
+    torch._C._cuda_getCurrentRawStream = lambda device: 0
 
 
 @pytest.mark.world(sizes=[2, 3])
-@pytest.mark.parametrize("tuning", [{}, {"fused_below": 0}, {"fused_below": 0, "aside_from": 0}], ids=str)
+@pytest.mark.parametrize(
+    "tuning", [{}, {"fused_below": 0}, {"fused_below": 0, "aside_from": 0}], ids=["kernel", "engines", "aside"]
+)
 def test_the_stream_order_moves_the_same_bytes(world, tuning):
     def check():
         on_the_device()

@@ -13,10 +13,10 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from types import ModuleType
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -25,14 +25,25 @@ from .board import Board, PeerSilent
 _FLAG = 4  # bytes
 _MASK = 0xFFFFFFFF
 _LOOKS_IN_LIMIT = 8
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class Target(NamedTuple):
-    """Where one chunk of a send buffer goes: the peer, the row of its staging buffer, and that row's address."""
+class Route(NamedTuple):
+    """Where the chunks of a send buffer go.
 
-    rank: int
-    row: torch.Tensor
-    address: int
+    `rows`: a row of each rank's staging buffer, in rank order, as integers of the element's size; `ways`: rank and
+    address of each row, in the order of copying, this rank's own last; `chunk_bytes`: how long a row is.
+    """
+
+    rows: tuple[torch.Tensor, ...]
+    ways: tuple[tuple[int, int], ...]
+    chunk_bytes: int
+
+
+def as_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` as integers of its element's size: copying integers changes no bit, a kernel's floats may (of a NaN)."""
+    bits = _BITS.get(tensor.itemsize)
+    return tensor if bits is None else tensor.view(bits)
 
 
 class HostOrder:
@@ -43,11 +54,11 @@ class HostOrder:
     def __init__(self, board: Board) -> None:
         self._board = board
 
-    def exchange(self, targets: Sequence[Target], send: torch.Tensor, chunk_bytes: int, message: int) -> None:
-        """Copy chunk r of the contiguous `send` to the target of rank r, post `message` and wait for the peers'."""
-        rows = send.view(len(targets), -1)
-        for target in targets:
-            target.row.copy_(rows[target.rank])
+    def exchange(self, route: Route, send: torch.Tensor, message: int) -> None:
+        """Copy chunk r of the contiguous `send` to row r of `route`, post `message` and wait for the peers'."""
+        chunks = as_bits(send).view(len(route.rows), -1)
+        for rank, _ in route.ways:
+            route.rows[rank].copy_(chunks[rank])
         self.post(message)
         self.wait(message)
 
@@ -76,46 +87,46 @@ class StreamOrder:
 
     `flags`: this rank's int32 flags, one a rank; `peers`: everybody's, opened here, in rank order; `driver`: the module
     `cuda.bindings.driver`. A watch on a thread of its own looks now and then whether the peers' messages still come:
-    where none came for the board's limit it lets the waiting streams go, so that nobody hangs, and `failed` says why.
+    where none came for the board's limit it lets the waiting streams go, so that nobody hangs, and the next call says
+    why.
     """
 
     name = "stream"
+    # Bytes of a chunk below which one kernel writes all chunks: one call for the host, which is what short exchanges
+    # wait for. From there on the copy engines do, and leave the multiprocessors to others.
+    fused_below = 1 << 23
     # Bytes of a chunk from which the copy to this rank's own buffer runs beside those to the peers, on a second stream;
     # for less, the two events that this takes cost more than they save.
-    aside_from = 1 << 20
-    # Bytes of a chunk below which one kernel writes all chunks; from there on the copy engines do, and leave the
-    # multiprocessors to others.
-    fused_below = 1 << 18
+    aside_from = 1 << 23
 
     def __init__(self, driver: ModuleType, board: Board, flags: torch.Tensor, peers: Sequence[torch.Tensor]) -> None:
         self._driver, self._board, self._flags, self._peers = driver, board, flags, tuple(peers)
         self._others = [rank for rank in range(board.world) if rank != board.rank]
-        self._out = [peers[rank].data_ptr() + _FLAG * board.rank for rank in self._others]
-        self._in = [flags.data_ptr() + _FLAG * rank for rank in self._others]
-        self._geq = int(driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ)
+        self._signals = _Signals(
+            driver,
+            out=[peers[rank].data_ptr() + _FLAG * board.rank for rank in self._others],
+            into=[flags.data_ptr() + _FLAG * rank for rank in self._others],
+        )
+        self._device = torch.cuda.current_device()
         self._fork, self._join = torch.cuda.Event(), torch.cuda.Event()
         self._comm, self._beside = torch.cuda.Stream(), torch.cuda.Stream()
         self._look = _stream_of_its_own(driver)
         self._watch = Watch(self._arrived, self._let_go, board.limit)
 
-    def exchange(self, targets: Sequence[Target], send: torch.Tensor, chunk_bytes: int, message: int) -> None:
-        """Copy chunk r of the contiguous `send` to the target of rank r, post `message` and wait for the peers'.
+    def exchange(self, route: Route, send: torch.Tensor, message: int) -> None:
+        """Copy chunk r of the contiguous `send` to row r of `route`, post `message` and wait for the peers'.
 
-        The last target is this rank's own buffer. All of it goes to the current stream; the host does not wait.
+        All of it goes to the current stream; the host does not wait.
         """
-        current = torch.cuda.current_stream()
-        stream = current.cuda_stream
-        aside = chunk_bytes >= self.aside_from
-        if chunk_bytes < self.fused_below:
-            rows = send.view(len(targets), -1)
-            torch._foreach_copy_([target.row for target in targets], [rows[target.rank] for target in targets])
+        self._expect(message)
+        stream = self._stream()
+        if route.chunk_bytes < self.fused_below:
+            torch._foreach_copy_(route.rows, as_bits(send).view(len(route.rows), -1).unbind(0))
+        elif route.chunk_bytes < self.aside_from:
+            self._copy(route.ways, route.chunk_bytes, send.data_ptr(), stream)
         else:
-            self._copy_all(targets, send.data_ptr(), chunk_bytes, stream, self._branch(current) if aside else stream)
-        self._post(stream, message)
-        self._wait(stream, message)
-        if aside:
-            self._join.record(self._beside)
-            current.wait_event(self._join)
+            return self._copy_aside(route, send.data_ptr(), stream, message)
+        self._signals.post_and_wait(stream, message)
 
     def aside(self) -> AbstractContextManager[object]:
         """The stream for copies that run beside the computation, behind what the current stream holds now."""
@@ -130,40 +141,40 @@ class StreamOrder:
 
     def post(self, message: int) -> None:
         """Behind the copies of the current stream, write `message` to this rank's flag at every peer."""
-        self._post(torch.cuda.current_stream().cuda_stream, message)
+        self._signals.post(self._stream(), message)
 
     def wait(self, message: int) -> None:
-        """Let the current stream go on only when every peer's `message` is here. Raises what the watch found."""
-        self._wait(torch.cuda.current_stream().cuda_stream, message)
-
-    def _branch(self, current: torch.cuda.Stream) -> int:
-        self._fork.record(current)
-        self._beside.wait_event(self._fork)
-        return self._beside.cuda_stream
-
-    def _copy_all(self, targets: Sequence[Target], send: int, chunk_bytes: int, stream: int, own_stream: int) -> None:
-        copy, (own, _, address) = self._driver.cuMemcpyDtoDAsync, targets[-1]
-        _ok(copy(address, send + own * chunk_bytes, chunk_bytes, own_stream))
-        for rank, _, address in targets[:-1]:
-            _ok(copy(address, send + rank * chunk_bytes, chunk_bytes, stream))
-
-    def _post(self, stream: int, message: int) -> None:
-        write = self._driver.cuStreamWriteValue32
-        for address in self._out:
-            _ok(write(stream, address, message & _MASK, 0))
-
-    def _wait(self, stream: int, message: int) -> None:
-        if self._watch.failed:
-            raise PeerSilent(self._watch.failed)
-        self._watch.expect(message)
-        wait, geq = self._driver.cuStreamWaitValue32, self._geq
-        for address in self._in:
-            _ok(wait(stream, address, message & _MASK, geq))
+        """Let the current stream go on only when every peer's `message` is here. Raises PeerSilent."""
+        self._expect(message)
+        self._signals.wait(self._stream(), message)
 
     def close(self) -> None:
         """End the watch and let go of the flags."""
         self._watch.close()
         del self._flags, self._peers
+
+    def _stream(self) -> int:
+        return torch._C._cuda_getCurrentRawStream(self._device)  # a tenth of what `torch.cuda.current_stream` takes
+
+    def _expect(self, message: int) -> None:
+        if self._watch.failed:
+            raise PeerSilent(self._watch.failed)
+        self._watch.expect(message)
+
+    def _copy(self, ways: Iterable[tuple[int, int]], chunk_bytes: int, send: int, stream: int) -> None:
+        copy = self._driver.cuMemcpyDtoDAsync
+        for rank, address in ways:
+            _ok(copy(address, send + rank * chunk_bytes, chunk_bytes, stream))
+
+    def _copy_aside(self, route: Route, send: int, stream: int, message: int) -> None:
+        current = torch.cuda.current_stream()
+        self._fork.record(current)
+        self._beside.wait_event(self._fork)
+        self._copy(route.ways[:-1], route.chunk_bytes, send, stream)
+        self._copy(route.ways[-1:], route.chunk_bytes, send, self._beside.cuda_stream)
+        self._join.record(self._beside)
+        self._signals.post_and_wait(stream, message)
+        current.wait_event(self._join)
 
     def _arrived(self) -> list[int]:
         # On a stream of its own: every other may be waiting for these very flags.
@@ -173,14 +184,61 @@ class StreamOrder:
 
     def _let_go(self, message: int) -> str:
         late = [rank for rank, flag in zip(self._others, self._arrived(), strict=True) if not has_come(flag, message)]
-        for address in self._in:
-            _ok(self._driver.cuStreamWriteValue32(self._look.cuda_stream, address, message & _MASK, 0))
+        self._signals.post_to_self(self._look.cuda_stream, message)
         return str(self._board.silent(late))
 
 
-def has_come(flag: int, message: int) -> bool:
-    """Whether a 32-bit `flag` says that `message` has come. Both go round after 2**32, as the driver compares them."""
-    return (flag - message) & _MASK < 1 << 31
+class _Operation(Protocol):
+    """The part of a batch's parameters that one operation is."""
+
+    value: int
+
+
+class _Signals:
+    """The stream memory operations: writes of this rank's flag at every peer (`out`), waits for theirs here (`into`).
+
+    One driver call does a batch. Its operations are made once; a call changes their values only.
+    """
+
+    def __init__(self, driver: ModuleType, out: Sequence[int], into: Sequence[int]) -> None:
+        self._batch = driver.cuStreamBatchMemOp
+        kinds = driver.CUstreamBatchMemOpType
+        write, wait = kinds.CU_STREAM_MEM_OP_WRITE_VALUE_32, kinds.CU_STREAM_MEM_OP_WAIT_VALUE_32
+        geq = int(driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ)
+        self._writes = [self._made(driver, "writeValue", write, address, 0) for address in out]
+        self._waits = [self._made(driver, "waitValue", wait, address, geq) for address in into]
+        self._own = [self._made(driver, "writeValue", write, address, 0) for address in into]
+        self._both = self._writes + self._waits
+
+    def post(self, stream: int, message: int) -> None:
+        """Write `message` at every peer, behind what `stream` holds."""
+        self._run(stream, message, self._writes)
+
+    def wait(self, stream: int, message: int) -> None:
+        """Hold `stream` until every peer's flag has come to `message`."""
+        self._run(stream, message, self._waits)
+
+    def post_and_wait(self, stream: int, message: int) -> None:
+        """Both, in this order."""
+        self._run(stream, message, self._both)
+
+    def post_to_self(self, stream: int, message: int) -> None:
+        """Write here what the peers have not written, so that waiting streams go on."""
+        self._run(stream, message, self._own)
+
+    def _run(self, stream: int, message: int, operations: list[tuple[object, _Operation]]) -> None:
+        if not operations:
+            return
+        for _, operation in operations:
+            operation.value = message & _MASK
+        _ok(self._batch(stream, len(operations), [whole for whole, _ in operations], 0))
+
+    @staticmethod
+    def _made(driver: ModuleType, name: str, kind: object, address: int, flags: int) -> tuple[object, _Operation]:
+        whole = driver.CUstreamBatchMemOpParams()
+        operation = getattr(whole, name)
+        operation.operation, operation.address, operation.flags = kind, address, flags
+        return whole, operation
 
 
 class Watch:
@@ -223,6 +281,11 @@ class Watch:
             elif time.monotonic() - since > self._limit:
                 self.failed = self._give_up(expected)
                 return
+
+
+def has_come(flag: int, message: int) -> bool:
+    """Whether a 32-bit `flag` says that `message` has come. Both go round after 2**32, as the driver compares them."""
+    return (flag - message) & _MASK < 1 << 31
 
 
 def _stream_of_its_own(driver: ModuleType) -> torch.cuda.Stream:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.multiprocessing import reductions
 
 from .board import Board, PeerSilent, Plan, PlanMismatch
-from .order import HostOrder, StreamOrder, Target, can_order_on_device
+from .order import HostOrder, Route, StreamOrder, as_bits, can_order_on_device
 
 __all__ = ["PeerSilent", "PlanMismatch", "UlyssesAllToAll"]
 _DEVICE_ARGUMENT = 6  # of rebuild_cuda_tensor: the same in every torch from 1.10 to 2.14
@@ -37,9 +37,8 @@ class _Staging:
     """Two receive buffers of one size, used in turn, and where this rank's chunks go in those of all ranks."""
 
     code: int
-    chunk_bytes: int
     mine: tuple[torch.Tensor, ...]
-    targets: tuple[tuple[Target, ...], ...]
+    routes: tuple[Route, ...]
     turn: int = 0
 
 
@@ -131,7 +130,7 @@ class UlyssesAllToAll:
             self._staging.move_to_end(key)
         staging.turn = turn = 1 - staging.turn
         self._message += 1
-        self._ordered().exchange(staging.targets[turn], send, staging.chunk_bytes, self._message)
+        self._ordered().exchange(staging.routes[turn], send, self._message)
         return staging.mine[turn].view(send.shape)
 
     def attention(
@@ -211,13 +210,15 @@ class UlyssesAllToAll:
         with _plain_segments():
             mine = torch.empty(2, self.world, elements // self.world, dtype=dtype, device="cuda")
         everyones = self._share(mine)
+        routes = tuple(self._route([each[turn, self.rank] for each in everyones]) for turn in (0, 1))
+        self._staging[key] = _Staging(code, mine.unbind(0), routes)
+        return self._staging[key]
+
+    def _route(self, rows: list[torch.Tensor]) -> Route:
         # Each rank begins with its neighbour: were all to begin with rank 0, its link would be full, the others idle.
         ranks = [(self.rank + step) % self.world for step in range(1, self.world + 1)]
-        rows = [[everyones[rank][turn, self.rank] for rank in ranks] for turn in (0, 1)]
-        targets = [tuple(map(Target, ranks, turn, [row.data_ptr() for row in turn])) for turn in rows]
-        chunk_bytes = mine[0, 0].numel() * mine.element_size()
-        self._staging[key] = _Staging(code, chunk_bytes, mine.unbind(0), tuple(targets))
-        return self._staging[key]
+        ways = tuple((rank, rows[rank].data_ptr()) for rank in ranks)
+        return Route(tuple(map(as_bits, rows)), ways, rows[0].numel() * rows[0].itemsize)
 
     def _pool(self, elements: int, dtype: torch.dtype) -> _Pool:
         code, pool = Plan("attention", elements, dtype).code(), self._pools.get(dtype)
