@@ -403,9 +403,8 @@ def _word_without_leak(values: Sequence[int], cyclic: int, late: int) -> Verdict
 
 
 def _filled(values: Sequence[int]) -> bool:
-    """Whether the series rose above its first value and never came back to it."""
-    above = [value > values[0] for value in values]
-    return any(above) and all(above[above.index(True) :])
+    """Whether the series ends above where it began, and never was higher: what comes and goes is no filling."""
+    return bool(values) and values[0] < values[-1] == max(values)
 
 
 def _still_growing(values: Sequence[int]) -> bool:
