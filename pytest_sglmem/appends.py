@@ -39,10 +39,9 @@ class Samples:
         self._at, self._objects, self._bytes = (array("q", bytes(8 * room)) for _ in range(3))
         self._used = 0
 
-    def add(self, at: int, objects: int) -> None:
-        """One more sample; the bytes are those that tracemalloc counts now."""
-        self._at[self._used], self._objects[self._used] = at, objects
-        self._bytes[self._used] = tracemalloc.get_traced_memory()[0]
+    def add(self, at: int, objects: int, size: int) -> None:
+        """One more sample."""
+        self._at[self._used], self._objects[self._used], self._bytes[self._used] = at, objects, size
         self._used += 1
 
     def objects(self) -> list[Sample]:
@@ -68,7 +67,7 @@ class Appends:
         self.types: tuple[dict[str, int], ...] = ({}, {}, {})
         self.new = array("Q")
         self.pause_before = self.pause_after = 0.0
-        self.walked = self._known = 0
+        self.walked = self._known = self._own = 0  # objects at the last end; bytes of `types`
         self._ignored = ignored
         self._clock = clock
         self._places = _places(self.length)
@@ -89,11 +88,12 @@ class Appends:
         self._end(2, self.warmup + 2 * self.length, second)
 
     def _end(self, which: int, at: int, *windows: Samples) -> None:
-        self.types[which].update(heap.by_type())
-        objects = heap.comparable(self._ignored)
+        self._known = heap.comparable(self._ignored)
+        size = _traced_bytes()
         for window in windows:
-            window.add(at, objects)
-        self._known = objects
+            window.add(at, self._known, size - self._own)
+        self.types[which].update(heap.by_type())
+        self._own += _traced_bytes() - size
 
     def _window(self, call: Append, begin: int, samples: Samples) -> None:
         """One window without its ends. A sample counts what is new and what is left of what was set aside."""
@@ -109,11 +109,15 @@ class Appends:
                     drains, deepest = drains + 1, max(deepest, fell)
                 if drained or done in self._places:
                     heap.settle()
-                    samples.add(begin + done, heap.comparable(self._ignored) - base)
+                    samples.add(begin + done, heap.comparable(self._ignored) - base, _traced_bytes() - self._own)
                 before = sys.getallocatedblocks()
             call(begin + self.length - 1)
             heap.settle()
             self.new = heap.newest(old)
+
+
+def _traced_bytes() -> int:
+    return tracemalloc.get_traced_memory()[0]
 
 
 def _places(length: int) -> frozenset[int]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import gc
 import sys
 import time
+import types
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,6 +25,8 @@ _collect, _enable, _disable, _objects, _frozen = gc.collect, gc.enable, gc.disab
 _freeze, _unfreeze = gc.freeze, gc.unfreeze
 _SEPARATE_ATTRIBUTES = sys.version_info < (3, 11)
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class made by a class statement
+_BARE = 2000  # fewer frozen objects are CPython's own: 3.12 sets immortal ones aside in every collection, whereas
+# gc.freeze() freezes all there is, and that is 5,000 objects in an interpreter that has imported nothing
 _PASSES = 8  # a tuple in a tuple is untracked one pass after its content; deeper nests than this are rare
 
 
@@ -47,6 +50,11 @@ def comparable(ignored: Sequence[str] = ()) -> int:
     objects = _objects()
     hidden = sum(n for kind, n in _kinds(objects).items() if matches(full_name(kind), ignored)) if ignored else 0
     return len(objects) + _frozen() - surplus(objects) - hidden
+
+
+def bound_to(owner: object) -> int:
+    """Bound methods of `owner` that are alive, as those of a context manager are while it is entered and left."""
+    return sum(type(item) is types.MethodType and item.__self__ is owner for item in _objects())
 
 
 def by_type() -> dict[str, int]:
@@ -97,12 +105,12 @@ def settle(clock: Callable[[], float] = time.perf_counter) -> float:
 def settings_kept() -> Iterator[None]:
     """Thresholds, enabled state, debug flags, callbacks and freeze state are afterwards as they were."""
     enabled, thresholds, debug, callbacks = gc.isenabled(), gc.get_threshold(), gc.get_debug(), gc.callbacks[:]
-    frozen = _frozen()
+    froze = application_froze()
     try:
         yield
     finally:
-        if not frozen and _frozen():
-            _unfreeze()
+        if not froze and application_froze():
+            thaw()
         gc.callbacks[:] = callbacks
         gc.set_debug(debug)
         gc.set_threshold(*thresholds)
@@ -116,17 +124,29 @@ def set_aside() -> Iterator[None]:
     Does nothing where the application froze its heap (thawing would thaw that too), nor where an interpreter lists
     frozen objects as live, which is seen by its doing so.
     """
-    if _frozen():
+    if application_froze():
         yield
         return
-    before = len(_objects())
+    before = tracked()
     _freeze()
     try:
-        if len(_objects()) + _frozen() > before + before // 2:
-            _unfreeze()
+        if tracked() > before + before // 2:
+            thaw()
         yield
     finally:
-        _unfreeze()
+        thaw()
+
+
+def application_froze() -> bool:
+    """Whether somebody called `gc.freeze()`, and has not thawed since."""
+    return _frozen() >= _BARE
+
+
+def thaw() -> None:
+    """Thaw; what the interpreter itself had set aside goes back with the next collection, so that one is now."""
+    _unfreeze()
+    if sys.version_info >= (3, 12):
+        collect()
 
 
 def surplus(objects: Iterable[object]) -> int:

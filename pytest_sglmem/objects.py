@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 
 from . import heap, roots, windows
 from .appends import Append, Appends, Caller, traced
@@ -23,6 +22,7 @@ from .records import Growth
 
 _RATE, _KEPT = 1000, 300  # requests/s and seconds: the production that a message speaks of
 _REAL_NS = (360, 550)  # ns an object that full collections of real servers were seen to cost
+_METHOD = "builtins.method"
 _TRIES = 8  # appends pinned at one await, to see whether that one leaks
 _BLOCKS = 10  # timings of each side that assert_no_worse interleaves, so that the machine's moods strike both
 
@@ -36,13 +36,40 @@ class GrowthError(AssertionError):
 
 
 class Grown:
-    """What a `growth()` block left: `objects` (live plus frozen; negative where more went than came) and `by_type`
-    (what changed). Zero and empty until the block has ended.
+    """What a `with` block leaves: `objects` (live plus frozen; negative where more went than came) and `by_type` (what
+    changed). Zero and empty until the block has ended.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ignored: Sequence[str] = ()) -> None:
         self.objects = 0
         self.by_type: dict[str, int] = {}
+        self._ignored = ignored
+        self._before: dict[str, int] = {}
+        self._after: dict[str, int] = {}
+        self._froze = heap.application_froze()
+        self._settings = heap.settings_kept()
+
+    def __enter__(self) -> Grown:
+        self._settings.__enter__()
+        heap.settle()
+        self._before.update(heap.by_type())
+        self._before[_METHOD] = self._before.get(_METHOD, 0) - heap.bound_to(self)
+        self.objects = heap.comparable(self._ignored) - heap.bound_to(self)
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        if heap.application_froze() and not self._froze:
+            heap.thaw()  # what the block froze would show no types
+        heap.settle()
+        self.objects = heap.comparable(self._ignored) - heap.bound_to(self) - self.objects
+        self._after.update(heap.by_type())
+        self._after[_METHOD] = self._after.get(_METHOD, 0) - heap.bound_to(self)
+        self._settings.__exit__(None, None, None)
+        self._say()
+
+    def _say(self) -> None:
+        changes = {name: after - before for name, (before, after) in _lined_up((self._before, self._after)).items()}
+        self.by_type = {name: round(n) for name, n in _shown(changes, self._ignored).items()}
 
 
 class GcTracked:
@@ -67,22 +94,9 @@ class GcTracked:
         """Objects in the collector's care now, live plus frozen. Collects nothing."""
         return heap.tracked()
 
-    @contextmanager
-    def growth(self) -> Iterator[Grown]:
+    def growth(self) -> Grown:
         """`with gc_tracked.growth() as grown: ...`, then `grown.objects` and `grown.by_type`."""
-        grown, before, after = Grown(), dict[str, int](), dict[str, int]()
-        with heap.settings_kept():
-            heap.settle()
-            before.update(heap.by_type())
-            begun = heap.comparable(self._ignored)
-            try:
-                yield grown
-            finally:
-                heap.settle()
-                grown.objects = heap.comparable(self._ignored) - begun
-                after.update(heap.by_type())
-                changes = {name: after.get(name, 0) - before.get(name, 0) for name in {**before, **after}}
-                grown.by_type = {name: round(n) for name, n in self._changes(changes).items()}
+        return Grown(self._ignored)
 
     def assert_flat(
         self, append: Append, *, times: int = 1000, per_append: float = 0, max_bytes_per_append: float | None = None
@@ -179,7 +193,7 @@ class GcTracked:
         growth = Growth(
             "growing" if objects.growing or (max_bytes is not None and sizes.growing) else "flat",
             objects.per_append,
-            self._changes(changes) if objects.per_append else {},
+            _shown(changes, self._ignored) if objects.per_append else {},
             held_by,
             {"before": run.pause_before * 1e3, "after": run.pause_after * 1e3},
             times,
@@ -220,10 +234,6 @@ class GcTracked:
                         call(i)
                     quickest[which] = min(quickest[which], (self._clock() - begun) / size)
         return quickest[0], quickest[1]
-
-    def _changes(self, changes: Mapping[str, float]) -> dict[str, float]:
-        kept = {name: n for name, n in changes.items() if n and not heap.matches(name, self._ignored)}
-        return dict(sorted(_named(kept).items(), key=lambda pair: (-pair[1], pair[0])))
 
     def _hid(self, changes: Mapping[str, float]) -> str:
         hidden = sum(n for name, n in changes.items() if heap.matches(name, self._ignored))
@@ -288,6 +298,12 @@ def _worse(ours: Growth, theirs: Growth, seconds: tuple[float, float], within: f
 def _lined_up(types: Sequence[Mapping[str, int]]) -> dict[str, tuple[int, ...]]:
     names = dict.fromkeys(name for counts in types for name in counts)
     return {name: tuple(counts.get(name, 0) for counts in types) for name in names}
+
+
+def _shown(changes: Mapping[str, float], ignored: Sequence[str]) -> dict[str, float]:
+    """What changed, largest growth first, without the ignored types."""
+    kept = {name: n for name, n in changes.items() if n and not heap.matches(name, ignored)}
+    return dict(sorted(_named(kept).items(), key=lambda pair: (-pair[1], pair[0])))
 
 
 def _named(changes: Mapping[str, float]) -> dict[str, float]:

@@ -1,0 +1,781 @@
+"""gc_tracked: counts, growth planted in every shape, holders by name, settings as they were."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import gc
+import subprocess
+import sys
+import tracemalloc
+import weakref
+from collections import deque
+
+import pytest
+
+from pytest_sglmem import heap, pauses
+from pytest_sglmem.objects import GcTracked, GrowthError
+
+HISTORY: list = []  # a module's own list: what chains from modules are tested with
+
+
+@pytest.fixture
+def judged():
+    return []
+
+
+@pytest.fixture
+def tracked(judged):
+    return GcTracked(judged.append)
+
+
+def grows(tracked, append, **options):
+    with pytest.raises(GrowthError) as caught:
+        tracked.assert_flat(append, **{"times": 100, **options})
+    return caught.value.growth
+
+
+class Request:
+    def __init__(self, number):
+        self.rid = f"request-{number}"
+        self.input_ids = [number, number + 1]
+
+
+# Counts
+
+
+def test_count_is_live_plus_frozen(tracked):
+    heap.settle()
+    live = tracked.count()
+    kept = [[] for _ in range(1000)]
+    assert tracked.count() - live >= 990  # the interpreter may free some of its own meanwhile
+    with heap.set_aside():
+        assert len(gc.get_objects()) < 1000
+        assert tracked.count() - live >= 990
+    del kept
+
+
+def test_growth_block_counts_exactly_and_by_type(tracked):
+    kept = []
+    with tracked.growth() as grown:
+        kept.extend(Request(i) for i in range(30))
+        kept.append((1, (2, (3, "deep"))))  # untracked by the collections that see it
+    assert grown.objects == 60
+    assert grown.by_type == {"Request": 30, "list": 30}
+
+
+def test_growth_block_sees_what_goes(tracked):
+    kept = [[i] for i in range(20)]
+    with tracked.growth() as grown:
+        kept.clear()
+    assert grown.objects == -20
+    assert grown.by_type == {"list": -20}
+
+
+def test_an_empty_growth_block_counts_nothing_of_its_own(tracked):
+    with tracked.growth() as grown:
+        pass
+    assert (grown.objects, grown.by_type) == (0, {})
+
+
+def test_types_of_one_short_name_are_told_apart(tracked):
+    first = type("Same", (), {"__module__": "one"})
+    second = type("Same", (), {"__module__": "two"})
+    kept = []
+    with tracked.growth() as grown:
+        kept.extend([first(), second(), second()])
+    assert grown.by_type == {"one.Same": 1, "two.Same": 2}
+
+
+def test_measuring_adds_no_object(tracked):
+    for i in (1, 2):
+        before = tracked.count() if i == 2 else 0
+        tracked.assert_flat(lambda i: None, times=100)
+        with tracked.growth():
+            pass
+        heap.settle()
+    assert tracked.count() - before <= 40  # verdicts in `judged`, and pytest's own; not the 200 appends
+
+
+# Verdicts
+
+
+def test_a_live_history_grows_by_its_objects(tracked, judged):
+    history = []
+    growth = grows(tracked, lambda i: history.append((Request(i), {"meta": {"id": [i]}})), times=200)
+    assert growth.objects_per_append == 6
+    assert growth.by_type == {"dict": 2, "list": 2, "Request": 1, "tuple": 1}
+    assert growth.windows == (600, 600)
+    assert judged == [growth]
+
+
+def test_a_flat_verdict_is_recorded_and_returned(tracked, judged):
+    growth = tracked.assert_flat(lambda i: None, times=50)
+    assert (growth.verdict, growth.objects_per_append, growth.by_type, growth.held_by) == ("flat", 0.0, {}, ())
+    assert judged == [growth]
+
+
+def test_append_is_called_with_consecutive_numbers_after_a_warm_up_of_a_tenth(tracked):
+    numbers = []
+    tracked.assert_flat(numbers.append, times=1000)
+    assert numbers == list(range(1100))
+
+
+@pytest.mark.parametrize("each", [1, 3])
+def test_slack_passes_and_slack_plus_one_fails(tracked, each):
+    kept = []
+
+    def append(i):
+        kept.extend([] for _ in range(each))
+
+    assert tracked.assert_flat(append, times=200, per_append=each).objects_per_append == each
+    assert grows(tracked, append, times=200, per_append=each - 1).objects_per_append == each
+
+
+def test_a_slow_leak_is_caught(tracked):
+    kept = []
+    growth = grows(tracked, lambda i: kept.append([]) if i % 7 == 0 else None, times=1000)
+    assert growth.objects_per_append == pytest.approx(1 / 7, rel=0.05)
+
+
+def test_a_leak_under_a_backlog_is_caught(tracked):
+    backlog, kept = [], []
+
+    def append(i):
+        backlog.append({"i": [i]})
+        kept.append([]) if i % 10 == 0 else None
+        if i % 50 == 49:
+            backlog.clear()
+
+    assert grows(tracked, append, times=1000).objects_per_append == pytest.approx(0.1, rel=0.1)
+
+
+@pytest.mark.parametrize("period", [3, 15, 16, 31, 50, 64, 97, 333, 450])
+def test_backlogs_that_drain_are_flat(tracked, period):
+    backlog = []
+
+    def append(i):
+        backlog.append({"i": [i]})
+        if i % period == period - 1:
+            backlog.clear()
+
+    tracked.assert_flat(append, times=1000)
+
+
+def test_a_backlog_that_drains_one_by_one_is_flat(tracked):
+    backlog = deque()
+
+    def append(i):
+        if i // 40 % 2:
+            backlog.pop()
+        else:
+            backlog.append([i])
+
+    tracked.assert_flat(append, times=1000)
+
+
+@pytest.mark.parametrize("size", [60, 300, 700, 900])
+def test_rings_that_fill_are_flat(tracked, size):
+    ring = deque(maxlen=size)
+    growth = tracked.assert_flat(lambda i: ring.append([i]), times=1000)
+    assert (growth.note == "filled, then flat") == (size > 600)
+
+
+def test_a_ring_that_turns_over_objects_from_before_is_flat(tracked):
+    ring = deque(([i] for i in range(200)), maxlen=200)
+    tracked.assert_flat(lambda i: ring.append([i]), times=300)
+
+
+def test_a_ring_of_cycles_from_before_is_flat(tracked):
+    def cycle():
+        loop = []
+        loop.append(loop)
+        return loop
+
+    ring = deque((cycle() for _ in range(500)), maxlen=500)
+    tracked.assert_flat(lambda i: ring.append(cycle()), times=300)
+
+
+def test_first_uses_in_both_windows_are_flat(tracked):
+    kept = {}
+
+    def append(i):
+        if i in (200, 800):
+            kept[i] = [[] for _ in range(5000)]
+
+    assert "first uses" in tracked.assert_flat(append, times=1000).note
+
+
+@pytest.mark.parametrize("times", [2, 3, 10, 11])
+def test_small_windows_judge_too(tracked, times):
+    kept = []
+    assert grows(tracked, lambda i: kept.append([]), times=times).objects_per_append == 1
+    tracked.assert_flat(lambda i: [], times=times)
+
+
+def test_ignored_types_do_not_count_and_are_said():
+    kept = []
+    tracked = GcTracked(lambda growth: None, ignore_types=["Reque*"])
+    growth = grows(tracked, lambda i: kept.append(Request(i)))
+    assert (growth.objects_per_append, growth.by_type) == (1, {"list": 1})
+    assert "1 objects an append of ignored types" in growth.note
+    tracked = GcTracked(lambda growth: None, ignore_types=["*.Request", "list"])
+    tracked.assert_flat(lambda i: kept.append(Request(i)), times=100)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"times": 1}, "times must be a whole number >= 2, for two windows (got 1)"),
+        ({"times": 10.5}, "(got 10.5)"),
+        ({"times": True}, "(got True)"),
+        ({"per_append": -1}, "per_append must be >= 0 tracked objects (got -1)"),
+        ({"per_append": float("nan")}, "(got nan)"),
+        ({"max_bytes_per_append": -2}, "max_bytes_per_append must be >= 0 bytes, or None for no bound (got -2)"),
+    ],
+)
+def test_numbers_that_say_nothing_are_refused(tracked, options, says):
+    with pytest.raises(ValueError) as caught:
+        tracked.assert_flat(lambda i: None, **options)
+    assert says in str(caught.value)
+
+
+# Bytes
+
+
+def test_bytes_are_said_where_objects_are_flat(tracked):
+    kept = []
+    growth = tracked.assert_flat(lambda i: kept.append(bytes(1000)), times=1000)
+    assert growth.objects_per_append == 0
+    assert 1033 <= growth.bytes_per_append <= 1060
+
+
+def test_bytes_can_be_bounded(tracked):
+    kept = []
+    with pytest.raises(GrowthError, match=r"bytes an append, 1,000 allowed"):
+        tracked.assert_flat(lambda i: kept.append(bytes(1000)), times=1000, max_bytes_per_append=1000)
+    tracked.assert_flat(lambda i: kept.append(bytes(1000)), times=1000, max_bytes_per_append=1100)
+    tracked.assert_flat(lambda i: bytes(1000), times=1000, max_bytes_per_append=0)
+
+
+def test_tracemalloc_is_left_as_it_was(tracked):
+    tracked.assert_flat(lambda i: None, times=10)
+    assert not tracemalloc.is_tracing()
+    tracemalloc.start(2)
+    try:
+        tracked.assert_flat(lambda i: None, times=10)
+        assert tracemalloc.get_traceback_limit() == 2
+    finally:
+        tracemalloc.stop()
+
+
+# Settings
+
+
+def settings():
+    return gc.isenabled(), gc.get_threshold(), gc.get_debug(), gc.callbacks[:], gc.get_freeze_count()
+
+
+def heard(phase, info):
+    pass
+
+
+@contextlib.contextmanager
+def server_settings():
+    before = settings()
+    gc.collect()
+    gc.disable()
+    gc.set_threshold(50_000, 20, 30)
+    gc.callbacks.append(heard)
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        gc.callbacks[:] = before[3]
+        gc.set_threshold(*before[1])
+        gc.enable()
+
+
+def spoil(i=0):
+    gc.enable()
+    gc.set_threshold(1, 1, 1)
+    gc.callbacks.clear()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("server", [False, True])
+def test_settings_are_afterwards_as_they_were(tracked, server, fails):
+    def append(i):
+        spoil()
+        if fails and i == 7:
+            raise KeyError(i)
+
+    with server_settings() if server else contextlib.nullcontext():
+        before = settings()
+        with pytest.raises(KeyError) if fails else contextlib.nullcontext():
+            tracked.assert_flat(append, times=20)
+        assert settings() == before
+        with pytest.raises(KeyError) if fails else contextlib.nullcontext(), tracked.growth():
+            append(7)
+        assert settings() == before
+
+
+def test_a_body_that_freezes_is_thawed(tracked):
+    before = gc.get_freeze_count()
+    with tracked.growth():
+        gc.freeze()
+    heap.collect()
+    assert abs(gc.get_freeze_count() - before) < 50
+
+
+def test_growth_is_seen_under_a_frozen_heap_and_its_holder_named(tracked):
+    history = []
+    with server_settings():
+        growth = grows(tracked, lambda i: history.append([i]), times=200)
+    assert growth.objects_per_append == 1
+    assert "history in test_growth_is_seen_under_a_frozen_heap" in growth.held_by[0]
+
+
+def test_the_applications_callbacks_do_not_hear_the_measuring(tracked):
+    calls = []
+
+    def hear(phase, info):
+        calls.append(info["generation"])
+
+    gc.callbacks.append(hear)
+    try:
+        tracked.assert_flat(lambda i: None, times=20)
+        assert 2 not in calls
+    finally:
+        gc.callbacks.remove(hear)
+
+
+# Holders: each kind of growth is planted, and the chain names the planted holder
+
+
+class Engine:
+    def __init__(self):
+        self.history = []
+        self.by_id = {}
+
+
+def test_a_module_list_is_named(tracked):
+    try:
+        growth = grows(tracked, lambda i: HISTORY.append([i]))
+    finally:
+        HISTORY.clear()
+    assert growth.held_by[0].startswith(f"{__name__}.HISTORY -> [")
+    assert growth.held_by[0].partition(" (made at")[0].endswith("-> list")
+
+
+def test_an_attribute_is_named(tracked):
+    engine = Engine()
+    growth = grows(tracked, lambda i: engine.history.append([i]))
+    assert growth.held_by[0].startswith("engine in test_an_attribute_is_named()")
+    assert ".history -> [" in growth.held_by[0]
+
+
+def test_a_dictionary_and_its_key_are_named(tracked):
+    engine = Engine()
+    growth = grows(tracked, lambda i: engine.by_id.__setitem__(f"r{i}", [i]))
+    assert ".by_id -> ['r" in growth.held_by[0]
+
+
+def keeper():
+    kept = []
+
+    def keep(i):
+        kept.append([i])
+
+    return keep
+
+
+def test_a_closure_cell_is_named(tracked):
+    growth = grows(tracked, keeper())
+    assert growth.held_by[0].startswith("append in grows() (test_objects.py:")
+    assert ") -> closure cell kept -> [" in growth.held_by[0]
+
+
+def test_a_cache_keyed_by_closures_is_named(tracked):
+    @functools.cache
+    def nearest(bucket):
+        return bucket(3)
+
+    growth = grows(tracked, lambda i: nearest(lambda n: n))
+    assert growth.by_type["function"] == 1
+    assert growth.held_by[0].startswith("nearest in ")
+    assert "-> key" in growth.held_by[0]
+
+
+def test_a_parked_task_is_named_with_where_it_was_made(tracked):
+    loop = asyncio.new_event_loop()
+    shutdown = asyncio.Event()
+
+    async def request(i):
+        task = asyncio.ensure_future(shutdown.wait())  # made here
+        await asyncio.wait({task}, timeout=0)
+
+    growth = grows(tracked, lambda i: loop.run_until_complete(request(i)))
+    assert growth.by_type["Task"] == 1
+    assert "shutdown" in growth.held_by[0]
+    assert "._waiters" in growth.held_by[0]
+    made = line_of("task = asyncio.ensure_future(shutdown.wait())  # made here")
+    assert any(f"test_objects.py:{made}" in chain for chain in growth.held_by)
+    close(loop)
+
+
+def close(loop):
+    left = asyncio.all_tasks(loop)
+    for task in left:
+        task.cancel()
+    loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+    loop.close()
+
+
+def line_of(text):
+    with open(__file__, encoding="utf-8") as file:
+        return next(i for i, line in enumerate(file, 1) if text in line)
+
+
+def test_a_chain_of_futures_is_named(tracked):
+    loop = asyncio.new_event_loop()
+    last = [loop.create_future()]
+
+    def append(i):
+        following = loop.create_future()
+        last[0].add_done_callback(following.set_result)
+        last[0] = following
+
+    first = last[0]
+    growth = grows(tracked, append)
+    assert growth.by_type["Future"] == 1
+    assert any("first in test_a_chain_of_futures" in chain for chain in growth.held_by)
+    assert "more ..." in growth.held_by[0]
+    del first
+    loop.close()
+
+
+def test_an_exception_with_its_traceback_is_named(tracked):
+    errors = []
+
+    def fails(payload):
+        raise ValueError(payload)
+
+    def append(i):
+        try:
+            fails([i])
+        except ValueError as error:
+            errors.append(error)
+
+    growth = grows(tracked, append)
+    assert growth.by_type["ValueError"] == 1
+    assert growth.by_type["traceback"] >= 1
+    assert "errors in test_an_exception" in growth.held_by[0]
+
+
+def test_weakref_callbacks_are_named(tracked):
+    watched, watchers = Engine(), []
+    growth = grows(tracked, lambda i: watchers.append(weakref.ref(watched, lambda _: i)))
+    assert growth.by_type["function"] == 1
+    assert "watchers in test_weakref_callbacks" in growth.held_by[0]
+
+
+def test_slots_are_named(tracked):
+    class Slotted:
+        __slots__ = ("items",)
+
+    slotted = Slotted()
+    slotted.items = []
+    growth = grows(tracked, lambda i: slotted.items.append([i]))
+    assert ".items -> [" in growth.held_by[0]
+
+
+def test_what_hangs_from_c_alone_has_its_nearest_holder_named(tracked):
+    import atexit
+
+    class Kept(list):
+        pass
+
+    kept = Kept()
+    atexit.register(kept.append)
+    try:
+        reach = weakref.ref(kept)
+        del kept
+        growth = grows(tracked, lambda i: reach().append([i]))
+        assert [chain.partition(" (")[0] for chain in growth.held_by] == [
+            "a Kept that no module and no frame names -> list"
+        ]
+    finally:
+        atexit.unregister(reach().append)
+
+
+# asyncio
+
+
+def test_a_coroutine_function_is_awaited(tracked):
+    kept = []
+
+    async def append(i):
+        await asyncio.sleep(0)
+        kept.append([i])
+
+    assert grows(tracked, append).objects_per_append == 1
+    assert len(kept) == 110
+
+
+def test_tasks_that_appends_leave_are_seen_and_then_cancelled(tracked):
+    tasks = []
+
+    async def append(i):
+        tasks.append(asyncio.ensure_future(asyncio.sleep(3600)))
+        await asyncio.sleep(0)
+
+    assert grows(tracked, append).by_type["Task"] == 1
+    assert all(task.cancelled() for task in tasks)
+
+
+def test_inside_a_running_loop_it_says_what_to_do(tracked):
+    async def append(i):
+        pass
+
+    async def test():
+        tracked.assert_flat(append, times=10)
+
+    with pytest.raises(RuntimeError, match="plain test function"):
+        asyncio.run(test())
+
+
+class Registry:
+    """Registers a request, awaits twice, removes it: unless it is cancelled at the second await."""
+
+    def __init__(self, careful):
+        self.states = {}
+        self.careful = careful
+
+    async def generate(self, i):
+        self.states[i] = {"ids": [i]}
+        try:
+            await asyncio.sleep(0)  # first await
+        except asyncio.CancelledError:
+            self.states.pop(i)
+            raise
+        try:
+            await asyncio.sleep(0.0001)  # second await
+        except asyncio.CancelledError:
+            if self.careful:
+                self.states.pop(i)
+            raise
+        self.states.pop(i)
+
+
+def test_cancellation_at_each_await_finds_the_one_that_leaks(tracked):
+    registry = Registry(careful=False)
+    growth = grows(tracked, tracked.cancel_at_each_await(registry.generate), times=300)
+    assert growth.objects_per_append == pytest.approx(2 / 3, rel=0.05)
+    line = line_of("await asyncio.sleep(0.0001)  # second await")
+    assert growth.note == f"leaks when cancelled at test_objects.py:{line} in generate"
+
+
+def test_cancellation_at_each_await_passes_what_cleans_up(tracked):
+    registry = Registry(careful=True)
+    append = tracked.cancel_at_each_await(registry.generate)
+    tracked.assert_flat(append, times=100)
+    assert len(append.sites) == 2
+    assert registry.states == {}
+
+
+def test_a_request_that_swallows_its_cancellation_is_still_cancelled_at_later_awaits(tracked):
+    ended = []
+
+    async def stubborn(i):
+        for _ in range(3):
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(0)
+        ended.append(i)
+
+    append = tracked.cancel_at_each_await(stubborn)
+    tracked.assert_flat(append, times=40)
+    assert len(append.sites) == 3
+    assert len(ended) == 44
+
+
+def test_what_a_cancelled_request_raises_instead_is_raised(tracked):
+    async def translates(i):
+        try:
+            await asyncio.sleep(0)
+        except asyncio.CancelledError:
+            raise KeyError("aborted") from None
+
+    with pytest.raises(KeyError, match="aborted"):
+        tracked.assert_flat(tracked.cancel_at_each_await(translates), times=10)
+
+
+# Pauses
+
+
+class Clock:
+    """Seconds that pass only while objects are walked: one a tracked object and reading."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        self.now += len(gc.get_objects()) * 1e-7
+        return self.now
+
+
+def test_pauses_hears_real_collections_and_adds_no_object(tracked):
+    with tracked.growth() as grown, tracked.pauses() as heard:
+        gc.collect()
+        gc.collect(0)
+    assert [pause.generation for pause in heard.collections] == [2, 0]
+    assert all(pause.seconds > 0 for pause in heard.collections)
+    assert heard.worst == max(pause.seconds for pause in heard.collections)
+    assert heard.total == pytest.approx(sum(pause.seconds for pause in heard.collections))
+    assert heard.collections[0].tracked > 1000
+    assert grown.objects <= 10
+    assert not any(getattr(call, "__self__", None) is heard for call in gc.callbacks)
+
+
+def test_pauses_hears_automatic_collections(tracked):
+    threshold = gc.get_threshold()
+    gc.set_threshold(10, 10, 10)
+    try:
+        with tracked.pauses() as heard:
+            kept = [[] for _ in range(1000)]
+    finally:
+        gc.set_threshold(*threshold)
+    assert len(heard.collections) > 10
+    del kept
+
+
+def test_pauses_counts_what_was_freed(tracked):
+    gc.collect()
+    with tracked.pauses() as heard:
+        for _ in range(25):
+            loop = []
+            loop.append(loop)
+        del loop
+        gc.collect()
+    assert sum(pause.collected for pause in heard.collections) >= 25
+
+
+def test_assert_pause_by_growth(judged):
+    tracked = GcTracked(judged.append, clock=Clock())
+    kept = [[] for _ in range(len(gc.get_objects()))]
+    assert tracked.assert_pause(max_growth=2.2).verdict == "flat"
+    with pytest.raises(GrowthError, match=r"is more than max_growth=1\.8"):
+        tracked.assert_pause(max_growth=1.8)
+    assert [growth.verdict for growth in judged] == ["flat", "growing"]
+    assert judged[0].pause_ms["after"] == pytest.approx(2 * judged[0].pause_ms["before"], rel=0.1)
+    del kept
+
+
+def test_assert_pause_by_milliseconds(judged):
+    tracked = GcTracked(judged.append, clock=lambda: 0.0)
+    tracked.assert_pause(0)
+    readings = iter([0.0, 0.05] * 20)
+    tracked = GcTracked(judged.append, clock=lambda: next(readings))
+    tracked.assert_pause(max_ms=50)
+    readings = iter([0.0, 0.0501] * 20)
+    with pytest.raises(GrowthError, match=r"50\.1 ms is more than max_ms=50"):
+        tracked.assert_pause(max_ms=50)
+    with pytest.raises(ValueError, match="needs max_ms"):
+        tracked.assert_pause()
+
+
+def test_event_loop_stall_says_what_the_loop_sees(judged):
+    history = []
+    stall = GcTracked(judged.append, clock=Clock()).event_loop_stall(
+        lambda i: history.append([i]), rate=100, retention=20, turns=100
+    )
+    assert len(history) == 2100
+    assert 0 < stall.p50_ms <= stall.p99_ms <= stall.worst_ms
+    assert stall.full_ms < stall.worst_ms
+    assert stall.tracked > 2100
+    assert stall.turns == 100
+
+
+def test_event_loop_stall_refuses_nothing_to_do(tracked):
+    with pytest.raises(ValueError, match="must be >= 1"):
+        tracked.event_loop_stall(lambda i: None, rate=0)
+
+
+# Against a reference
+
+
+def test_the_same_is_no_worse(judged):
+    tracked = GcTracked(judged.append, clock=lambda: 0.0)
+    ours, theirs = [], []
+    growth, reference = tracked.assert_no_worse(
+        lambda i: ours.append(bytes(100)), lambda i: theirs.append(bytes(100)), times=200
+    )
+    assert (growth.verdict, reference.verdict) == ("flat", "flat")
+    assert judged == [growth]
+
+
+@pytest.mark.parametrize(
+    ("candidate", "says"),
+    [
+        (lambda kept, i: kept.append([i]), "objects an append: 1, the reference 0"),
+        (lambda kept, i: kept.append(bytes(1000)), "bytes an append: 1,0"),
+    ],
+)
+def test_worse_is_said(tracked, candidate, says):
+    ours, theirs = [], []
+    with pytest.raises(GrowthError, match=says):
+        tracked.assert_no_worse(lambda i: candidate(ours, i), lambda i: theirs.append(bytes(100)), times=200, within=5)
+
+
+def test_slower_is_said(judged):
+    spent = [0.0]
+
+    def slow(i):
+        spent[0] += 2e-6
+
+    def quick(i):
+        spent[0] += 1e-6
+
+    tracked = GcTracked(judged.append, clock=lambda: spent[0])
+    with pytest.raises(GrowthError, match=r"an append takes 2\.0 us, the reference's 1\.0 us"):
+        tracked.assert_no_worse(slow, quick, times=100)
+    tracked.assert_no_worse(slow, quick, times=100, within=2.1)
+
+
+# The message
+
+
+def test_the_message_says_what_production_would_see(tracked):
+    kept = []
+
+    def append(i):
+        kept.append([[], [], [], [], [], [], []])
+
+    with pytest.raises(GrowthError) as caught:
+        tracked.assert_flat(append, times=100)
+    text = str(caught.value)
+    assert text.startswith("+8 tracked objects an append, 0 allowed (windows of 50: +400, +400 objects)")
+    assert "at 1,000 requests/s kept for 300 s: 2.4 M tracked objects, full collections of about" in text
+    assert "on this machine" in text
+    assert "heaps of real servers cost 360 to 550: 0.86 to 1.3 s" in text
+    assert "held by kept in test_the_message_says" in text
+
+
+def test_it_needs_neither_torch_nor_pytest():
+    code = (
+        "import sys; from pytest_sglmem.objects import GcTracked\n"
+        "GcTracked(print).assert_flat(lambda i: None, times=20)\n"
+        "print([name for name in ('torch', 'numpy', 'pytest', 'asyncio') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_full_pause_counts_what_it_walked():
+    kept = [[] for _ in range(10_000)]
+    pause = pauses.full_pause(Clock())
+    assert pause.walked > 10_000
+    assert pause.ns_per_object == pytest.approx(100, rel=0.1)
+    del kept
