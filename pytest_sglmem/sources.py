@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from operator import itemgetter
 from pathlib import Path
 from types import FunctionType, TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -70,6 +70,7 @@ class Recording:
     """Allocation stacks are recorded inside `with Recording():`, Python frames only, and as before afterwards."""
 
     def __enter__(self) -> Recording:
+        torch.cuda.current_device()  # there must be a context before there is an allocator to ask
         self._was_on = bool(getattr(torch._C, "_cuda_isHistoryEnabled", lambda: False)())
         if not self._was_on:
             torch.cuda.memory._record_memory_history(enabled="state", context="state", stacks="python")
@@ -154,7 +155,7 @@ def _live_blocks(device: int) -> Iterator[tuple[int, int, list[Mapping[str, obje
 
     The bytes are those asked for because a block's own size also depends on which cached block happened to be reused.
     """
-    for segment in torch._C._cuda_memorySnapshot(None)["segments"]:
+    for segment in raw_snapshot()["segments"]:
         if segment["device"] != device:
             continue
         address = segment["address"]
@@ -165,7 +166,15 @@ def _live_blocks(device: int) -> Iterator[tuple[int, int, list[Mapping[str, obje
             address += block["size"]
 
 
+def raw_snapshot() -> dict[str, Any]:
+    """Torch's own snapshot of all devices, without the seconds that its wrapper adds."""
+    try:
+        return torch._C._cuda_memorySnapshot(None)
+    except TypeError:  # before there were private pools to ask for, it took no argument
+        return torch._C._cuda_memorySnapshot()
+
+
 def save_snapshot(path: str | Path) -> None:
     """Write torch's own snapshot, as `torch.cuda.memory._dump_snapshot` does: it opens in torch's memory viewer."""
     with io.BufferedWriter(io.FileIO(path, "w")) as file:
-        file.write(_dumps(torch._C._cuda_memorySnapshot(None)))
+        file.write(_dumps(raw_snapshot()))
