@@ -171,7 +171,7 @@ def raw_snapshot() -> dict[str, Any]:
     try:
         return torch._C._cuda_memorySnapshot(None)
     except TypeError:  # before there were private pools to ask for, it took no argument
-        return torch._C._cuda_memorySnapshot()
+        return torch._C._cuda_memorySnapshot()  # type: ignore[call-arg]
 
 
 def save_snapshot(path: str | Path) -> None:

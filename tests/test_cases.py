@@ -2,6 +2,8 @@
 
 A case is a pytest file with a dictionary EXPECT: for each test its outcome, values at dotted paths of its entry in the
 report ("<- word": the line of the file that ends with that comment), and text that the output must contain.
+
+`pytest tests/test_cases.py --sglmem-device cuda` runs them on a GPU, whose ranks share it.
 """
 
 from __future__ import annotations
@@ -44,10 +46,11 @@ def differs(path, want, got):
 
 
 @pytest.mark.parametrize("path", CASES, ids=lambda path: path.stem)
-def test_case(path, tmp_path):
+def test_case(path, tmp_path, pytestconfig):
     expect, args = constants(path)
     report = tmp_path / "report.json"
-    options = ["-p", "no:cacheprovider", "-rA", "--sglmem-device", "emulated", "--sglmem-artifacts", str(tmp_path)]
+    options = ["-p", "no:cacheprovider", "-rA", "--sglmem-artifacts", str(tmp_path)]
+    options += ["--sglmem-device", pytestconfig.getoption("--sglmem-device") or "emulated"]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", str(path), *options, "--sglmem-report", str(report), *args],
         stdout=subprocess.PIPE,
