@@ -291,6 +291,16 @@ class Allocator:
             tally.waiting += 1
             tally.waiting_bytes += block.size
 
+    def fits(self, requested: int, stream: int) -> bool:
+        """Whether a block of so many bytes can be had, be it after the cache is given back. Changes nothing."""
+        size = rounded(requested)
+        pool = self._small if size <= SMALL else self._large
+        room = pool.free.get(stream)
+        if room and room[-1][0] >= size:
+            return True
+        cached = self._small.whole_bytes + self._large.whole_bytes
+        return self.reserved - cached + segment_size(size) <= self.limit
+
     def finish_waiting(self) -> None:
         """Give back the blocks whose other streams are done, which on the emulated device they are at once."""
         waiting, self._waiting = self._waiting, []

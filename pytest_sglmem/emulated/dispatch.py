@@ -9,6 +9,8 @@ What C++ makes inside a composite operator is placed by `composites.py`. What an
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +53,7 @@ BUILT_IN = frozenset(
         *("torchvision", "torchaudio", "rngprims", "debugprims", "debug_mode_ops", "symm_mem", "xnnpack", "_nnapi"),
     }
 )
+LARGE = 1 << 24  # elements
 SETTING = frozenset({"set_", "set_data"})
 RESIZING = SETTING | frozenset({"resize_", "resize_as_", "_resize_output_", "resize_as_sparse_"})
 
@@ -63,6 +66,7 @@ class Plan:
         "alias",
         "collective",
         "elementwise",
+        "foreign",
         "generator",
         "inplace",
         "kernels",
@@ -81,6 +85,7 @@ class Plan:
         self.collective = base if library == "c10d" else None
         returns, arguments = schema.returns, schema.arguments
         writes = [a for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+        self.foreign = library not in BUILT_IN
         self.kernels = _kernels(library, schema.name, schema.overload_name)
         self._written = [(at, a.name) for at, a in enumerate(arguments) if a in writes]
         self.alias = bool(returns) and not writes and all(r.alias_info is not None for r in returns)
@@ -195,9 +200,27 @@ class Accounting(TorchDispatchMode):
             return answer
         if plan.generator:
             kwargs = self._with_generator(kwargs, index)
-        answer = self._seeded(plan, func, args, kwargs, index) if plan.seeded else func(*args, **kwargs)
+        if here is None:
+            self._foresee(args, kwargs, index)
+        try:
+            answer = self._seeded(plan, func, args, kwargs, index) if plan.seeded else func(*args, **kwargs)
+        except RuntimeError as error:
+            self._explain(error, index)
+            raise
         self._place(plan, answer, index)
         return answer
+
+    def _foresee(self, args: Any, kwargs: dict[str, Any], index: int) -> None:
+        """Refuse a large block that does not fit before the host is asked for it."""
+        if args and type(args[0]) is list and (size := math.prod(args[0])) > LARGE:
+            dtype = kwargs.get("dtype") or torch.get_default_dtype()
+            self._memory.expect(index, size * dtype.itemsize, self._stream(index))
+
+    def _explain(self, error: RuntimeError, index: int) -> None:
+        """Where the host has no room for a block, the device may have none either: then that is the error."""
+        wanted = re.search(r"can't allocate memory: you tried to allocate (\d+) bytes", str(error))
+        if wanted:
+            self._memory.expect(index, int(wanted[1]), self._stream(index))
 
     def _run_open(self, plan: Plan, kernels: tuple[Any, Any], func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """An operator that is made of others, with this mode on inside."""
@@ -208,7 +231,7 @@ class Accounting(TorchDispatchMode):
             answer = func.redispatch(keys, *args, **kwargs)
         finally:
             _pop_mode()
-        if here is not None and here != CPU:
+        if plan.foreign and here is not None and here != CPU:
             self._place(plan, answer, here)
         return answer
 

@@ -151,6 +151,17 @@ class Memory:
         if self._dead or self._late:
             self.settle()
 
+    def expect(self, index: int, nbytes: int, stream: int) -> None:
+        """Raise torch.OutOfMemoryError where a block of `nbytes` would not fit."""
+        allocator = self.allocators[index]
+        with self.locked():
+            if allocator.fits(nbytes, stream):
+                return
+            try:
+                allocator.free(allocator.allocate(nbytes, stream))
+            except OutOfDeviceMemory as error:
+                raise torch.OutOfMemoryError(out_of_memory(allocator, error)) from None
+
     def release(self, block: Block) -> None:
         """The block goes back to its device's allocator. The lock is held."""
         self.allocators[block.segment.device].free(block)
