@@ -4,20 +4,23 @@
 After every step the result is digested and dropped, then synchronize, barrier, and the bytes are read as they are; at
 the end of a cycle they are read three times: as they are, after `ipc_collect` on every rank, after `gc.collect()`.
 The automatic collector rests meanwhile. What the harness does itself it does with functions taken before any fault is
-armed (`Hands`) and over a process group of its own, so that a fault strikes the code under test and nothing else.
+armed (`Hands`) and over a group of its own, so that a fault strikes the code under test and nothing else.
 
 It judges nothing; it only asks `judge.settled` whether another cycle could change the verdict.
 """
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import pickle
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,7 +37,9 @@ if TYPE_CHECKING:
 __all__ = ["Hands", "Meeting", "bounds", "trace", "trace_rank"]
 
 G = TypeVar("G")
-_perf_counter = time.perf_counter
+T = TypeVar("T")
+_PATIENCE = timedelta(minutes=30)  # as torch's own groups have; a world's limit on a call is shorter
+_perf_counter, _dumps, _loads = time.perf_counter, pickle.dumps, pickle.loads  # as they are before any fault is armed
 _SITES, _BLOCKS = 5, 64  # growing sites that are explained, and blocks of each that are looked at
 _COLLECTIONS = 3  # a collection can free what keeps the next garbage alive; more than three is a program of its own
 
@@ -57,19 +62,27 @@ class Hands:
 
 
 class Meeting:
-    """Where the ranks of `group` wait for each other: a gloo group of the harness's own; alone where there is none."""
+    """Where the ranks of `group` wait for each other; alone where there is no process group.
+
+    It is a gloo group over the default group's store that torch.distributed does not know of: no fault on
+    `dist.barrier` strikes it, and it outlives a `destroy_process_group` of the code under test.
+    """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self._group: dist.ProcessGroup | None = None
+        self._group: Any = None  # torch declares none of its methods
         self.rank, self.size = 0, 1
-        if dist.is_available() and dist.is_initialized():
-            members = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
-            # A group made by its members alone is named after them, and a second one of that name would find the first
-            # one's addresses in the store; one made by all is numbered.
-            self._numbered = len(members) == dist.get_world_size()
-            self._group = dist.new_group(members, backend="gloo", use_local_synchronization=not self._numbered)
-            self.rank, self.size = self._group.rank(), self._group.size()
         self._flag = torch.zeros(1, dtype=torch.int64, device="cpu")
+        if not (dist.is_available() and dist.is_initialized()):
+            return
+        members = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+        self.rank, self.size = members.index(dist.get_rank()), len(members)
+        store = dist.distributed_c10d._get_default_store()
+        name = "sglmem/" + ",".join(map(str, members))
+        # Each rank counts its own meetings with these members, so they agree on the number and none is used twice.
+        number = store.add(f"{name}/{self.rank}", 1)
+        self._group = dist.ProcessGroupGloo(
+            dist.PrefixStore(f"{name}/{number}", store), self.rank, self.size, timeout=_PATIENCE
+        )
 
     def barrier(self) -> None:
         """Return when every rank is here."""
@@ -86,19 +99,22 @@ class Meeting:
         self._group.allreduce([self._flag], options).wait()
         return bool(self._flag.item())
 
-    def gather(self, record: RankTrace) -> list[RankTrace]:
+    def gather(self, record: T) -> list[T]:
         """Every rank's record, in rank order, in every rank."""
         if self._group is None:
             return [record]
-        records: list[RankTrace] = [record] * self.size
-        dist.all_gather_object(records, record, group=self._group)
-        return records
+        sent = torch.frombuffer(bytearray(_dumps(record)), dtype=torch.uint8)
+        sizes = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(self.size)]
+        self._group.allgather([sizes], [torch.full((1,), len(sent), dtype=torch.int64, device="cpu")]).wait()
+        longest = max(int(size) for size in sizes)
+        padded = torch.zeros(longest, dtype=torch.uint8, device="cpu")
+        padded[: len(sent)] = sent
+        got = [torch.zeros(longest, dtype=torch.uint8, device="cpu") for _ in sizes]
+        self._group.allgather([got], [padded]).wait()
+        return [_loads(ctypes.string_at(one.data_ptr(), int(size))) for one, size in zip(got, sizes, strict=True)]
 
     def close(self) -> None:
-        """Leave the group. Collective only in so far as nobody may still be waiting in it."""
-        # One that is named after its members stays, so that the next one of these members gets another name.
-        if self._group is not None and self._numbered and dist.is_initialized():
-            dist.destroy_process_group(self._group)
+        """Leave the group. Nobody may still be waiting in it."""
         self._group = None
 
 
@@ -144,12 +160,12 @@ def trace_rank(
         raise ValueError(f"over is empty: a trace needs at least one geometry (got {over!r})")
     hands = hands or Hands.take()
     with ExitStack() as stack:
-        meeting = Meeting(group)
-        stack.callback(meeting.close)
         stack.enter_context(Recording())
         step = setup(*args)
         if not callable(step):
             raise TypeError(f"setup must return the step, a callable of one geometry; {setup!r} returned {step!r}")
+        meeting = Meeting(group)  # after setup: it may be the one that makes the process group
+        stack.callback(meeting.close)
         stack.enter_context(_collector_at_rest(hands))
         run = Run(step, geometries, rank, meeting, hands, ledger, before_step, progress)
         run.cycles(least, most, warmup)

@@ -322,3 +322,26 @@ def test_all_ranks_take_as_many_cycles(world, live_bytes):
     verdict = live_bytes.judge(trace)
     assert verdict.verdict == "filling"
     assert 5 <= verdict.cycles < 12
+
+
+def destroys_its_group():
+    def step(_):
+        import torch.distributed as dist
+
+        torch.empty(KIB, dtype=torch.uint8, device="cuda")
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    return step
+
+
+@pytest.mark.world(size=2)
+def test_the_code_under_test_may_destroy_its_group(world, live_bytes):
+    assert live_bytes.judge(world.trace(destroys_its_group, [1], cycles=3)).verdict == "flat"
+
+
+@pytest.mark.world(size=2)
+@pytest.mark.inject("dist.barrier=raise(RuntimeError)", "cuda.synchronize=raise(RuntimeError)", "gc.enable=skip")
+def test_injected_faults_do_not_strike_the_harness(world, live_bytes):
+    assert live_bytes.judge(world.trace(lambda: flat, [1], cycles=3)).verdict == "flat"
+    assert world.run(gc.isenabled) == [True, True]
