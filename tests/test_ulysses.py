@@ -191,7 +191,7 @@ def world_of_three(request):
     return request.getfixturevalue("world")
 
 
-def test_under_graph_capture_it_declines(world, monkeypatch):
+def test_under_graph_capture_it_declines(world):
     def check():
         ulysses = UlyssesAllToAll()
         torch.cuda.is_current_stream_capturing = lambda: True
@@ -199,6 +199,12 @@ def test_under_graph_capture_it_declines(world, monkeypatch):
         received = ulysses.exchange(send)
         assert torch.equal(received.cpu(), expected(send))
         assert (ulysses.declined, ulysses.order) == (1, "")
+        q, k, v = qkv(2, 3, 8, 2, 8, BF16)
+        result = ulysses.attention(q, k, v, attend, 2)
+        assert (ulysses.declined, ulysses.order) == (2, "")
+        torch.cuda.is_current_stream_capturing = lambda: False
+        assert torch.equal(ulysses.attention(q, k, v, attend, 2), result)
+        assert ulysses.declined == 2
 
     world.run(check)
 
@@ -417,6 +423,36 @@ def test_ranks_that_send_different_dtypes_find_out(world, dtype):
     assert all("int16" in said and str(dtype)[6:] in said for said in world.run(check))
 
 
+@pytest.mark.parametrize("known", [False, True], ids=["new pool", "known pool"])
+def test_ranks_that_cut_heads_differently_find_out(world, known):
+    def check():
+        ulysses = UlyssesAllToAll(limit=20)
+        q, k, v = qkv(1, 2, 8, 8, 8, BF16)
+        if known:
+            ulysses.attention(q, k, v, attend)
+        return caught(PlanMismatch, lambda: ulysses.attention(q, k, v, attend, 1 + ulysses.rank))
+
+    assert all("is about to do attention of 512 bfloat16 elements, cut" in said for said in world.run(check))
+
+
+def test_what_requires_grad_is_sent_without_it(world):
+    def check():
+        send = sending(8).requires_grad_()
+        received = UlyssesAllToAll().exchange(send)
+        assert not received.requires_grad
+        assert torch.equal(received.cpu(), expected(send.detach()))
+
+    world.run(check)
+
+
+def test_ranks_that_are_made_differently_find_out(world):
+    def check():
+        return caught(PlanMismatch, lambda: UlyssesAllToAll(max_staging=4 + dist.get_rank(), order="host"))
+
+    said = "all ranks must make it alike: rank 0 max_staging=4, order='host'; rank 1 max_staging=5, order='host'"
+    assert world.run(check) == [said, said]
+
+
 def test_ranks_in_different_calls_find_out(world):
     def check():
         ulysses = UlyssesAllToAll(limit=20)
@@ -487,10 +523,10 @@ def test_the_stream_order_is_refused_where_it_cannot_be(world):
 # --- the board ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["begin", "exchange", "attention", "share", "release", "drop"])
+@pytest.mark.parametrize("kind", ["exchange", "attention", "share", "release", "drop"])
 @pytest.mark.parametrize("dtype", [torch.uint8, BF16, torch.complex128])
 def test_a_plan_and_its_code(kind, dtype):
-    plan = Plan(kind, 2**40 + 3, dtype)
+    plan = Plan(kind, 2**38 + 3, dtype, 0xABC)
     assert Plan.decode(plan.code()) == plan
     assert 0 < plan.code() < 2**63
 
@@ -513,7 +549,7 @@ def test_a_different_plan_is_found_however_long_the_ring_has_turned(world):
         board, code = Board(None, 20), Plan("exchange", 8, BF16).code()
         for _ in range(3 * _RING + 5):
             board.agree(code)
-        return caught(PlanMismatch, lambda: board.agree(code + board.rank * 2**12))
+        return caught(PlanMismatch, lambda: board.agree(code + board.rank * 2**24))
 
     assert all(f"in call {3 * _RING + 6} " in said for said in world.run(check))
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-_KINDS = ("begin", "exchange", "attention", "share", "release", "drop")
+_KINDS = ("exchange", "attention", "share", "release", "drop")
 _DTYPES = tuple(sorted((d for d in vars(torch).values() if isinstance(d, torch.dtype)), key=str))
 # A rank's host may be this many calls ahead of the slowest; a row remembers twice as many plans, so that none is
 # overwritten before everybody has compared it.
@@ -41,23 +41,28 @@ class PeerSilent(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What one call is about to do: its kind, the elements of its buffer, their dtype."""
+    """What one call is about to do: its kind, the elements of its buffer, their dtype, and how they are cut.
+
+    `cut`: a number below 4096 made from whatever else must be alike.
+    """
 
     kind: str
     elements: int
     dtype: torch.dtype
+    cut: int = 0
 
     def code(self) -> int:
         """The plan as one positive 64-bit number, the same in every rank."""
-        return self.elements << 12 | _DTYPES.index(self.dtype) << 4 | _KINDS.index(self.kind)
+        return self.elements << 24 | self.cut << 12 | _DTYPES.index(self.dtype) << 4 | _KINDS.index(self.kind)
 
     def __str__(self) -> str:
-        return self.kind if not self.elements else f"{self.kind} of {self.elements} {str(self.dtype)[6:]} elements"
+        size = f" of {self.elements} {str(self.dtype)[6:]} elements" if self.elements else ""
+        return self.kind + size + (f", cut {self.cut:03x}" if self.cut else "")
 
     @classmethod
     def decode(cls, code: int) -> Plan:
         """The plan that `code` stands for."""
-        return cls(_KINDS[code & 0xF], code >> 12, _DTYPES[code >> 4 & 0xFF])
+        return cls(_KINDS[code & 0xF], code >> 24, _DTYPES[code >> 4 & 0xFF], code >> 12 & 0xFFF)
 
 
 class Board:

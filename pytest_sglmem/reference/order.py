@@ -43,7 +43,7 @@ class Route(NamedTuple):
 def as_bits(tensor: torch.Tensor) -> torch.Tensor:
     """`tensor` as integers of its element's size: copying integers changes no bit, a kernel's floats may (of a NaN)."""
     bits = _BITS.get(tensor.itemsize)
-    return tensor if bits is None else tensor.view(bits)
+    return tensor.detach() if bits is None else tensor.view(bits)
 
 
 class HostOrder:

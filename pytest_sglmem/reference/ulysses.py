@@ -13,6 +13,7 @@ alike, and calls follow one another in stream order.
 from __future__ import annotations
 
 import contextlib
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -57,9 +58,9 @@ class UlyssesAllToAll:
     wait for each other (needs `cuda-bindings` and a device a rank), "host" the processes, "auto" takes "stream" where
     every rank can.
 
-    Every call raises PlanMismatch where the ranks ask for different things, PeerSilent where one does not come, and
-    ValueError for a tensor that it cannot take. `declined` counts the exchanges under CUDA graph capture: none of this
-    can be captured, so those are the group's own `all_to_all_single`.
+    Making one and every call raise PlanMismatch where the ranks ask for different things, PeerSilent where one does not
+    come, and ValueError for a tensor that it cannot take. `declined` counts the calls under CUDA graph capture: none of
+    this can be captured, so those go through the group's own `all_to_all_single`.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class UlyssesAllToAll:
         group: dist.ProcessGroup | None = None,
         *,
         max_staging: int = 8,
-        limit: float = 60.0,
+        limit: float = 300.0,
         order: Literal["auto", "stream", "host"] = "auto",
     ) -> None:
         if max_staging < 1:
@@ -78,6 +79,7 @@ class UlyssesAllToAll:
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         self.declined = 0
         self._wanted_order = order
+        self._made_alike(f"max_staging={max_staging}, order={order!r}")
         self._board = Board(group, limit)
         self._order: HostOrder | StreamOrder | None = None
         self._staging: OrderedDict[tuple[int, torch.dtype], _Staging] = OrderedDict()
@@ -120,7 +122,8 @@ class UlyssesAllToAll:
         number of elements and dtype, and what reads it must be enqueued by then; `.clone()` keeps it longer.
         """
         if torch.cuda.is_current_stream_capturing():
-            return self._decline(send)
+            self.declined += 1
+            return self._groups_own(send)
         key = self._key(send)
         staging = self._staging.get(key)
         if staging is None:
@@ -144,8 +147,11 @@ class UlyssesAllToAll:
         The heads of a rank are done in `groups` parts: while one is attended, the next is on its way. The result has
         the shape of `q` and is the same, to the bit, for every number of groups.
         """
+        if torch.cuda.is_current_stream_capturing():
+            self.declined += 1
+            return self._sequential(_Split.of(q, k, v, self.world, 1), q, k, v, attend)
         split = _Split.of(q, k, v, self.world, groups)
-        pool = self._pool(split.elements, q.dtype)
+        pool = self._pool(split, q.dtype)
         order, mine = self._ordered(), pool.everyones[self.rank]
         first = self._message + 1
         with order.aside():
@@ -175,6 +181,13 @@ class UlyssesAllToAll:
         self._forget()
         self._release()
 
+    def _made_alike(self, settings: str) -> None:
+        everyones = [""] * self.world
+        dist.all_gather_object(everyones, settings, group=self.group)
+        if len(set(everyones)) > 1:
+            said = "; ".join(f"rank {rank} {each}" for rank, each in enumerate(everyones))
+            raise PlanMismatch(f"all ranks must make it alike: {said}")
+
     def _forget(self) -> None:
         self._staging.clear()
         self._pools.clear()
@@ -182,11 +195,20 @@ class UlyssesAllToAll:
             self._order.close()
             self._order = None
 
-    def _decline(self, send: torch.Tensor) -> torch.Tensor:
-        self.declined += 1
+    def _groups_own(self, send: torch.Tensor) -> torch.Tensor:
         received = torch.empty_like(send)
         dist.all_to_all_single(received, send, group=self.group)
         return received
+
+    def _sequential(
+        self, split: _Split, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attend: Attend
+    ) -> torch.Tensor:
+        whole = []
+        for part, tensor in zip("qkv", (q, k, v), strict=True):
+            chunks = [tensor[:, :, split.heads(part, rank, 0)] for rank in range(self.world)]
+            whole.append(self._groups_own(torch.stack(chunks)).transpose(0, 1).flatten(1, 2))
+        out = attend(*whole).unflatten(1, (self.world, split.tokens)).transpose(0, 1).contiguous()
+        return self._groups_own(out).permute(1, 2, 0, 3, 4).flatten(2, 3)
 
     def _key(self, send: torch.Tensor) -> tuple[int, torch.dtype]:
         elements = send.numel()
@@ -220,8 +242,9 @@ class UlyssesAllToAll:
         ways = tuple((rank, rows[rank].data_ptr()) for rank in ranks)
         return Route(tuple(map(as_bits, rows)), ways, rows[0].numel() * rows[0].itemsize)
 
-    def _pool(self, elements: int, dtype: torch.dtype) -> _Pool:
-        code, pool = Plan("attention", elements, dtype).code(), self._pools.get(dtype)
+    def _pool(self, split: _Split, dtype: torch.dtype) -> _Pool:
+        elements, pool = split.elements, self._pools.get(dtype)
+        code = Plan("attention", elements, dtype, zlib.crc32(repr(split).encode()) & 0xFFF).code()
         if pool is not None and pool.elements >= elements:
             self._board.post(code)
             return pool
