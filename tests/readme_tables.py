@@ -1,0 +1,108 @@
+"""The README's tables, made from the code: `python tests/readme_tables.py --write` puts them in, a test compares.
+
+A table stands between `<!-- table: NAME -->` and `<!-- end -->`; what is there between is replaced. Without `--write`
+the program says whether the README is up to date (exit status 1 where it is not).
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+from pytest_sglmem.faults import ACTIONS, POINTS
+from pytest_sglmem.markers import MARKERS
+from pytest_sglmem.options import INI_ONLY, OPTIONS
+
+README = Path(__file__).parent.parent / "README.md"
+PLACE = re.compile(r"(<!-- table: (\w+) -->\n)(.*?)(<!-- end -->\n)", re.DOTALL)
+
+
+def options() -> Iterator[str]:
+    """Every option with its default, then what only the ini file can say."""
+    rows = [
+        (
+            code(" ".join(filter(None, (option.flag, option.metavar)))),
+            option.meaning,
+            option.shown_default or option.default,
+        )
+        for option in OPTIONS
+    ]
+    yield from table(
+        ("option", "meaning", "default"),
+        [
+            *((name, meaning, "" if default is None else code(str(default))) for name, meaning, default in rows),
+            ("`--sglmem-faults`", "list the fault points and actions, and exit", ""),
+            *((f"{code(name)} (ini file only)", meaning, "") for name, meaning in INI_ONLY),
+        ],
+    )
+
+
+def markers() -> Iterator[str]:
+    """Every marker."""
+    rows = [marker.split(": ", 1) for marker in MARKERS]
+    yield from table(("marker", "meaning"), [(code(name), meaning) for name, meaning in rows])
+
+
+def faults() -> Iterator[str]:
+    """Every fault point with what it takes, then every action."""
+    points = [(code(p.name), place(p.place), " ".join(map(code, p.actions))) for p in POINTS.values()]
+    yield from table(("point", "where it strikes", "actions"), points)
+    yield ""
+    yield from table(("action", "what it does"), [(code(a.name + a.argument), a.does) for a in ACTIONS.values()])
+
+
+def emulated() -> Iterator[str]:
+    """What of torch's device interface is emulated, the names that work alike in one row."""
+    from pytest_sglmem.emulated.surface import SUPPORTED
+
+    alike: dict[str, list[str]] = {}
+    for name, note in sorted(SUPPORTED.items()):
+        alike.setdefault(note, []).append(name)
+    rows = sorted(alike.items(), key=lambda row: -len(row[1]))
+    yield from table(("names", "how"), [(", ".join(map(code, names)), note) for note, names in rows])
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    """A markdown table."""
+    for row in (head, ["---"] * len(head), *rows):
+        yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |"
+
+
+def code(text: str) -> str:
+    """`text` as code."""
+    return f"`{text}`"
+
+
+def place(text: str) -> str:
+    """Where a point strikes: names as code, other words as they are."""
+    return text if " " in text.split(",")[0] else ", ".join(map(code, text.split(", ")))
+
+
+TABLES: dict[str, Callable[[], Iterator[str]]] = {
+    "options": options,
+    "markers": markers,
+    "faults": faults,
+    "emulated": emulated,
+}
+
+
+def with_tables(text: str) -> str:
+    """`text` with each of its tables as the code says now. Raises KeyError for a table that nobody makes."""
+    return PLACE.sub(lambda found: found[1] + "\n".join(["", *TABLES[found[2]](), "", ""]) + found[4], text)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Compare, or write."""
+    text = README.read_text(encoding="utf-8")
+    made = with_tables(text)
+    if "--write" in arguments:
+        README.write_text(made, encoding="utf-8")
+        return 0
+    print("up to date" if made == text else "differs: python tests/readme_tables.py --write")
+    return int(made != text)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
