@@ -12,7 +12,8 @@ The rule by examples, settled bytes at the ends of the judged cycles, in MiB:
 Where a census says in which cycle live blocks were born, growth alone accuses nobody: a leak keeps blocks born in
 every judged cycle, while a full LRU cache or a backlog keeps only the newest; and its blocks become more, unless it is
 one block that a larger one replaces, by as much each cycle. So a site is acquitted as soon as one judged cycle has no
-survivor. What no rule can tell from a leak in the cycles it saw: a cache that fills through all of them.
+survivor. A block that the IPC ledger knows to be lost for good needs no growth to show it. What no rule can tell from a
+leak in the cycles it saw: a cache that fills through all of them.
 """
 
 from __future__ import annotations
@@ -323,6 +324,7 @@ def _of_rank(rank: RankTrace, warmup: int, tolerance: int, ignore: Sequence[str]
     books = _books(rank, warmup - 1 if warmup and len(rank.ends) - warmup == _FEWEST - 1 else warmup, ignore)
     total = _growth(books.total)
     leaks = _leaks(books, compensated=total is None)
+    leaks += _lost_for_good(rank, warmup, ignore, {leak.stack[:1] for leak in leaks})
     summed = sum((leak.rate for leak in leaks), Fraction(0))
     rate = max(summed, total[0]) if total else summed
     if total and not leaks:
@@ -358,6 +360,27 @@ def _leaks(books: _Books, *, compensated: bool) -> list[_Leak]:
             if stacks:
                 leaks.append(_Leak(max(stacks, key=lambda s: _gained(books.stacks[s])), *found))
     return leaks
+
+
+def _lost_for_good(rank: RankTrace, warmup: int, ignore: Sequence[str], named: Iterable[Stack]) -> list[_Leak]:
+    """Lines (but those in `named`) whose blocks IPC lost in at least two judged cycles, however unevenly.
+
+    A dropped block whose counter is below zero never comes back, so no growth has to show it. Whether a drop meets the
+    counter below zero or at exactly zero is a race: such a leak skips cycles.
+    """
+    steps = max(1, len(rank.series) // max(1, len(rank.ends)))
+    count = len(rank.ends) - warmup
+    lost: dict[Stack, dict[object, tuple[int, int]]] = {}
+    for number, export in enumerate(rank.exports):
+        gone = export.dropped and not export.freed and export.counter is not None and export.counter < 0
+        if gone and export.allocated and export.step >= warmup * steps and not _matches(export.allocated, ignore):
+            block = export.block if export.block >= 0 else (number,)
+            lost.setdefault(export.allocated, {})[block] = export.bytes, export.step // steps
+    return [
+        _Leak(stack, Fraction(sum(size for size, _ in blocks.values()), count), Fraction(len(blocks), count))
+        for stack, blocks in lost.items()
+        if stack[:1] not in named and len({cycle for _, cycle in blocks.values()}) > 1
+    ]
 
 
 def _accused(group: _Group, compensated: bool) -> tuple[Fraction, Fraction] | None:

@@ -17,7 +17,7 @@ import pickle
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -251,6 +251,7 @@ class Run(Generic[G]):
         self._digests: list[str] = []
         self._seconds: list[float] = []
         self._ends: list[CycleEnd] = []
+        self._before: tuple[int, ...] = (0, 0)
 
     def cycles(self, least: int, most: int, warmup: int) -> None:
         """Run the warm-up and then `least` to `most` cycles, until every rank's verdict is settled."""
@@ -262,6 +263,8 @@ class Run(Generic[G]):
 
     def begin(self) -> None:
         """Note what is there before the first cycle."""
+        if self._ledger is not None:
+            self._before = tuple(len(records) for records in self._ledger.reading())
         self._collect()
         self._quiet()
         self._census.take(-1)
@@ -336,7 +339,8 @@ class Run(Generic[G]):
     def finish(self, warmup: int, artifacts: str | Path | None) -> RankTrace:
         """The whole record; where this rank leaks, with who holds the blocks, and with files in `artifacts`."""
         exports, opens = self._ledger.reading() if self._ledger is not None else ((), ())
-        leaking = leaking_stacks(self.record(), warmup)
+        exports, opens = exports[self._before[0] :], opens[self._before[1] :]  # an earlier trace's are not this one's
+        leaking = leaking_stacks(replace(self.record(), exports=tuple(exports)), warmup)
         return RankTrace(
             self._rank,
             tuple(self._series),

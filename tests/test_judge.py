@@ -389,3 +389,32 @@ def test_outputs_and_the_slowest_step():
 def test_judging_needs_no_torch():
     code = "import sys, pytest_sglmem.judge; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def raced(cycles, **more):
+    """A rank whose handles were over-released in these cycles, over four cycles of two steps that hardly grow."""
+    ends = tuple(CycleEnd(*[Reading(512 * at, at)] * 3) for at in (1, 2, 2, 3))
+    exports = tuple(
+        Export(0, "f", at, 512, ("e.py:1 in share",), 2 * at, -1, True, False, GROWS, block=at, **more) for at in cycles
+    )
+    return RankTrace(0, (512,) * 8, ends, exports=exports)
+
+
+def test_blocks_that_ipc_lost_in_two_cycles_are_a_leak_however_unevenly():
+    verdict = said(raced([1, 3]))
+    assert (verdict.verdict, verdict.bytes_per_cycle) == ("leak", (256,))
+    assert (verdict.sites[0].site, verdict.sites[0].mechanism) == (GROWS[0], "ipc-over-released")
+
+
+@pytest.mark.parametrize("cycles", [[], [3]])
+def test_one_cycle_in_which_ipc_lost_a_block_is_not_yet(cycles):
+    assert said(raced(cycles)).verdict == "filling"
+
+
+def test_what_ipc_lost_in_the_warm_up_does_not_count():
+    assert said(raced([0, 3]), warmup=1).verdict != "leak"
+    assert said(raced([1, 3]), warmup=1).verdict == "leak"
+
+
+def test_what_ipc_lost_at_an_ignored_site_does_not_count():
+    assert said(raced([1, 3]), ignore_sites=["in grows"]).verdict == "filling"

@@ -345,3 +345,30 @@ def test_the_code_under_test_may_destroy_its_group(world, live_bytes):
 def test_injected_faults_do_not_strike_the_harness(world, live_bytes):
     assert live_bytes.judge(world.trace(lambda: flat, [1], cycles=3)).verdict == "flat"
     assert world.run(gc.isenabled) == [True, True]
+
+
+def shared_setup(handles):
+    import torch.distributed as dist
+    from torch.multiprocessing.reductions import reduce_tensor
+
+    def step(_):
+        box = [None]
+        if dist.get_rank() == 0:
+            made = torch.zeros(KIB, dtype=torch.uint8, device="cuda")
+            box = [[reduce_tensor(made) for _ in range(handles)]]
+        dist.broadcast_object_list(box, src=0)
+        if dist.get_rank() == 1:
+            for at in range(2):
+                rebuild, args = box[0][at % handles]
+                rebuild(*args)
+        dist.barrier()
+
+    return step
+
+
+@pytest.mark.world(size=2)
+def test_a_trace_is_not_charged_with_the_one_before(world, live_bytes):
+    broken = live_bytes.judge(world.trace(shared_setup, [1], cycles=3, args=(1,)))
+    mended = live_bytes.judge(world.trace(shared_setup, [1], cycles=3, args=(2,)))
+    assert (broken.verdict, broken.ipc.faults[0].kind) == ("leak", "over-released")
+    assert (mended.verdict, mended.ipc.faults, mended.ipc.exports) == ("flat", (), 8)
