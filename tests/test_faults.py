@@ -18,6 +18,7 @@ from pickle import dumps as dumps_by_name
 import pytest
 
 from pytest_sglmem.faults import ACTIONS, POINTS, Fault, FaultError, armed, check_ranks, faults_table, parse, watch
+from pytest_sglmem.records import Trace
 from pytest_sglmem.strikes import exception, flipped
 
 
@@ -295,6 +296,13 @@ class TestFiles:
         with arm("file.write=enospc") as here:
             assert (tmp_path / "x").read_text() == "x"
         assert here.reached == {"file.write": 0}
+
+    def test_what_the_harness_writes_is_not_struck(self, tmp_path):
+        trace = Trace((), ())
+        with arm("file.write=enospc") as here:
+            trace.save(tmp_path / "trace.json")
+        assert here.reached == {"file.write": 0}
+        assert Trace.load(tmp_path / "trace.json") == trace
 
     def test_fsync(self, tmp_path):
         with open(tmp_path / "x", "w") as file:
