@@ -1,9 +1,9 @@
 """CUDA on a CPU: ordinary code written for a GPU runs unchanged, and its memory is counted as the GPU's would be.
 
-An emulated tensor is a CPU tensor whose storage is known to live on an emulated device. `allocator.py` counts as torch's
-caching allocator counts, `memory.py` knows which storage lives where, `dispatch.py` sees every operator, `tensors.py` is
-what tensors say of themselves and how they move, `sharing.py` is CUDA IPC by the contract of `pytest_sglmem.ipc`,
-`driver.py` answers for torch's C layer, `streams.py` has streams and events.
+An emulated tensor is a CPU tensor whose storage is known to live on an emulated device. `allocator.py` counts as
+torch's caching allocator counts, `memory.py` knows which storage lives where, `dispatch.py` sees every operator,
+`tensors.py` is what tensors say of themselves and how they move, `sharing.py` is CUDA IPC by the contract of
+`pytest_sglmem.contract`, `driver.py` answers for torch's C layer, `surface.py` lists what is emulated.
 
 It computes with CPU kernels: numbers are the CPU's, time says nothing about a GPU, and memory that kernels take for
 themselves (workspaces, NCCL buffers) is not there. What is not emulated raises NotImplementedError with its name.
@@ -21,7 +21,7 @@ import torch
 import torch.multiprocessing
 from torch.utils._device import _device_constructors as device_constructors
 
-from . import collectives, compiled, driver, parallel, sharing, standins, streams, surface, tensors
+from . import autocast, collectives, compiled, driver, parallel, sharing, standins, streams, surface, tensors
 from .dispatch import Accounting, Plan
 from .memory import CPU, Memory
 from .patches import Patches
@@ -125,8 +125,8 @@ def current() -> Emulation | None:
 def emulated_cuda(devices: int = 1, *, memory: int = 80 * 2**30) -> Iterator[Emulation]:
     """Let torch have `devices` emulated CUDA devices of `memory` bytes each, in this process, until the exit.
 
-    Entered again inside, it gives the emulation that is on (ValueError where that has fewer devices). Threads that start
-    meanwhile are covered. On exit everything replaced in torch is put back; tensors that are left are CPU tensors.
+    Entered again inside, it gives the emulation that is on (ValueError where that has fewer devices). Threads that
+    start meanwhile are covered. On exit everything replaced in torch is put back; tensors that are left are the CPU's.
     """
     if devices < 1:
         raise ValueError(f"devices must be >= 1 (got {devices})")
@@ -159,6 +159,7 @@ def _install(patches: Patches, emulation: Emulation) -> None:
     standins.install(patches, emulation)
     parallel.install(patches)
     compiled.install(patches)
+    autocast.install(patches, emulation)
     tensors.install(patches, emulation)
     sharing.install(patches, emulation)
     collectives.install(patches, emulation)

@@ -17,6 +17,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from types import CodeType
 
+from .tally import Tally, number
 
 Stack = tuple[tuple[CodeType, int], ...]  # code and instruction, innermost first
 
@@ -79,126 +80,6 @@ class Block:
         self.streams: set[int] | None = None
         self.previous: Block | None = None
         self.next: Block | None = None
-
-
-class Tally:
-    """The numbers torch keeps for a pool, or for both together. What was freed follows from the totals.
-
-    A block that waits for another stream is no longer allocated and still active; since an allocation first ends every
-    such wait, the peak of what is active is that of what is allocated.
-    """
-
-    __slots__ = (
-        *(
-            "active_bytes_floor",
-            "active_floor",
-            "bytes",
-            "bytes_peak",
-            "bytes_total",
-            "count",
-            "count_peak",
-            "count_total",
-        ),
-        *("forgotten", "requested", "requested_peak", "requested_total", "reserved", "reserved_peak", "reserved_total"),
-        *(
-            "segments",
-            "segments_peak",
-            "segments_total",
-            "split",
-            "split_bytes",
-            "split_bytes_peak",
-            "split_bytes_total",
-        ),
-        *("split_peak", "split_total", "waiting", "waiting_bytes"),
-    )
-
-    def __init__(self) -> None:
-        for name in self.__slots__:
-            setattr(self, name, 0)
-        self.forgotten: dict[str, tuple[int, int]] = {}
-
-    def up(self, size: int, requested: int) -> None:
-        """A block of `size` bytes, `requested` of them asked for, was handed out."""
-        self.count_total += 1
-        self.bytes_total += size
-        self.requested_total += requested
-        self.count = count = self.count + 1
-        self.bytes = live = self.bytes + size
-        self.requested = asked = self.requested + requested
-        if count > self.count_peak:
-            self.count_peak = count
-        if live > self.bytes_peak:
-            self.bytes_peak = live
-        if asked > self.requested_peak:
-            self.requested_peak = asked
-
-    def down(self, size: int, requested: int) -> None:
-        """It came back."""
-        self.count -= 1
-        self.bytes -= size
-        self.requested -= requested
-
-    def reserve(self, size: int) -> None:
-        """A segment was taken from the driver."""
-        self.segments += 1
-        self.segments_total += 1
-        self.segments_peak = max(self.segments_peak, self.segments)
-        self.reserved += size
-        self.reserved_total += size
-        self.reserved_peak = max(self.reserved_peak, self.reserved)
-
-    def unreserve(self, size: int) -> None:
-        """A segment went back to the driver."""
-        self.segments -= 1
-        self.reserved -= size
-
-    def splits(self, pieces: int, size: int) -> None:
-        """Free room beside live blocks, which cannot go back to the driver, changed by so many pieces and bytes."""
-        self.split += pieces
-        self.split_bytes += size
-        if pieces > 0:
-            self.split_total += pieces
-            self.split_peak = max(self.split_peak, self.split)
-        if size > 0:
-            self.split_bytes_total += size
-            self.split_bytes_peak = max(self.split_bytes_peak, self.split_bytes)
-
-    def reset_peaks(self) -> None:
-        """Every peak is what is there now."""
-        for name in ("count", "bytes", "requested", "reserved", "segments", "split", "split_bytes"):
-            setattr(self, f"{name}_peak", getattr(self, name))
-        self.active_floor = self.count + self.waiting
-        self.active_bytes_floor = self.bytes + self.waiting_bytes
-
-    def reset_accumulated(self) -> None:
-        """What was allocated and freed so far is forgotten."""
-        self.forgotten = {name: (told["allocated"], told["freed"]) for name, told in self._all_time().items()}
-
-    def read(self) -> dict[str, dict[str, int]]:
-        """The numbers by torch's names."""
-        told = self._all_time()
-        for name, (allocated, freed) in self.forgotten.items():
-            told[name]["allocated"] -= allocated
-            told[name]["freed"] -= freed
-        return told
-
-    def _all_time(self) -> dict[str, dict[str, int]]:
-        active, active_bytes = self.count + self.waiting, self.bytes + self.waiting_bytes
-        return {
-            "allocation": _number(self.count, self.count_peak, self.count_total),
-            "segment": _number(self.segments, self.segments_peak, self.segments_total),
-            "active": _number(active, max(self.count_peak, self.active_floor), self.count_total),
-            "inactive_split": _number(self.split, self.split_peak, self.split_total),
-            "allocated_bytes": _number(self.bytes, self.bytes_peak, self.bytes_total),
-            "reserved_bytes": _number(self.reserved, self.reserved_peak, self.reserved_total),
-            "active_bytes": _number(active_bytes, max(self.bytes_peak, self.active_bytes_floor), self.bytes_total),
-            "inactive_split_bytes": _number(self.split_bytes, self.split_bytes_peak, self.split_bytes_total),
-            "requested_bytes": _number(self.requested, self.requested_peak, self.requested_total),
-        }
-
-
-def _number(current: int, peak: int, total: int) -> dict[str, int]:
-    return {"current": current, "peak": peak, "allocated": total, "freed": total - current}
 
 
 class Pool:
@@ -436,12 +317,12 @@ class Allocator:
     @property
     def allocated(self) -> int:
         """Bytes in live blocks."""
-        return self._all.bytes  # type: ignore[no-any-return]
+        return self._all.bytes
 
     @property
     def reserved(self) -> int:
         """Bytes in segments, live or cached."""
-        return self._all.reserved  # type: ignore[no-any-return]
+        return self._all.reserved
 
     def statistics(self) -> dict[str, object]:
         """Nested, as `torch._C._cuda_memoryStats` gives them."""
@@ -450,7 +331,7 @@ class Allocator:
             name: {"all": number, "small_pool": small[name], "large_pool": large[name]}
             for name, number in everything.items()
         }
-        oversize = {name: _number(0, 0, 0) for name in ("oversize_allocations", "oversize_segments")}
+        oversize = {name: number(0, 0, 0) for name in ("oversize_allocations", "oversize_segments")}
         return {**pools, **oversize, **self.counts, "max_split_size": -1}
 
     def reset_peaks(self) -> None:

@@ -4,7 +4,8 @@ The operator itself runs as it is, on the CPU: an emulated tensor is a CPU tenso
 device of an output whose storage is new is the one that was asked for, else that of the inputs. Tensors of different
 devices in one operator are refused as torch refuses them (0-dim CPU tensors mix with everything).
 
-What C++ makes inside a composite operator is placed by `composites.py`. What an operator allocates and frees within itself is not seen: no workspaces, no temporaries.
+What C++ makes inside a composite operator is placed by `composites.py`. What an operator allocates and frees within
+itself is not seen: no workspaces, no temporaries.
 """
 
 from __future__ import annotations

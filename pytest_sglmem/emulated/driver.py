@@ -1,7 +1,7 @@
 """What torch's Python layer asks of its C layer about devices, streams and memory: `torch._C._cuda_*`, answered here.
 
-Emulating at this level keeps torch's own `torch.cuda` and `torch.accelerator` above it: argument checks, shapes and names
-are those of the torch at hand.
+Emulating at this level keeps torch's own `torch.cuda` and `torch.accelerator` above it: argument checks, shapes and
+names are those of the torch at hand.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class History:
         return self.stacks or self.events
 
     def record(self, enabled: str | None, context: str | None, most: int, clear: bool) -> None:
-        """Start or stop, with torch's meanings: `enabled` None, "state" or "all"; `context` None, "state", "alloc", "all".
+        """Start or stop: `enabled` None, "state", "all"; `context` None, "state", "alloc", "all", as torch means them.
 
         Raises RuntimeError for any other word.
         """

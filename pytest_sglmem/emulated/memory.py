@@ -5,8 +5,8 @@ there by the rules of `allocator.py`, and hears of its end through a weak refere
 exactly when the last view, autograd node or C++ owner is gone.
 
 A death is noted without a lock, because it can happen inside any allocation (the cyclic collector runs there); whoever
-holds the lock, or takes it next, counts it. Deaths are counted in the order in which they happened. An allocation that a
-finalizer asks for while its own thread holds the lock is counted as soon as the lock is given back.
+holds the lock, or takes it next, counts it. Deaths are counted in the order in which they happened. An allocation that
+a finalizer asks for while its own thread holds the lock is counted as soon as the lock is given back.
 """
 
 from __future__ import annotations

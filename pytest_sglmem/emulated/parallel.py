@@ -1,4 +1,4 @@
-"""Copies to and from several emulated devices at once, as `torch.nn.DataParallel` and `torch.cuda.comm` ask C++ for them."""
+"""Copies to and from several emulated devices at once: what `torch.nn.DataParallel` and `torch.cuda.comm` ask for."""
 
 from __future__ import annotations
 

@@ -5,7 +5,9 @@ Used for everything the emulated device replaces in torch. It knows nothing of t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import TracebackType
+from typing import Any
 
 
 class Patches:
@@ -39,3 +41,12 @@ class Patches:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.undo()
+
+
+def named(function: Callable[..., Any], like: Any) -> Callable[..., Any]:
+    """`function`, with the name and the docstring of what it replaces."""
+    for name in ("__name__", "__qualname__", "__doc__"):
+        value = getattr(like, name, None)
+        if value is not None:
+            setattr(function, name, value)
+    return function

@@ -52,19 +52,18 @@ class Sharing:
         self.producer = Producer(self._read, unsigned=reads_unsigned())
         memory.collect_limbo = self._collect
         memory.drop_exported = self._drop
-        self._pid = os.getpid()
 
     # -- exporter --------------------------------------------------------------------------------------------------
 
     def export(self, storage: torch.UntypedStorage) -> tuple[Any, ...]:
-        """What `_share_cuda_` answers: device, handle, bytes, offset, counter file, slot, event, whether to wait for it."""
+        """What `_share_cuda_` answers: device, handle, bytes, offset, counter file, slot, event, whether it counts."""
         owned = self._memory.where.get(storage._cdata)
         if owned is None:
             raise RuntimeError("_share_cuda_: only available on CUDA")
         if owned.foreign is not None:
             raise RuntimeError(
-                "Attempted to send CUDA tensor received from another process; this is not currently supported. Consider "
-                "cloning before sending."
+                "Attempted to send CUDA tensor received from another process; this is not currently supported. "
+                "Consider cloning before sending."
             )
         if owned.block is None:
             return (owned.index, None, 0, 0, None, 0, None, False)
@@ -141,9 +140,15 @@ class Sharing:
             raise RuntimeError(_GONE.format(pid)) from error
         if (facts.st_ino, facts.st_dev) != (inode, device):
             raise RuntimeError(_GONE.format(pid))
-        storage = torch.UntypedStorage.from_file(path, shared=True, nbytes=size)
+        storage: Any = torch.UntypedStorage.from_file(path, shared=True, nbytes=size)
         address = self._memory.allocators[index].address(size)
-        foreign = Foreign(address, lambda: subtract(counter.decode(), slot))
+        here = os.getpid()
+
+        def released() -> None:
+            if os.getpid() == here:  # not in a process forked from this one, which never opened it
+                subtract(counter.decode(), slot)
+
+        foreign = Foreign(address, released)
         self._memory.own_foreign(storage, index, foreign)
         return storage
 

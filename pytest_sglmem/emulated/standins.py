@@ -1,7 +1,7 @@
 """Classes that stand in for torch's own where a C++ constructor knows no CUDA: device, Generator, Stream, Event.
 
-A stand-in makes what the emulated device needs and passes everything else to torch's class. It equals torch's class, has
-its attributes, and its instances are those of torch's class, so checks written either way hold.
+A stand-in makes what the emulated device needs and passes everything else to torch's class. It equals torch's class,
+has its attributes, and its instances are those of torch's class, so checks written either way hold.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class DeviceGenerator(torch._C.Generator):
 
 
 class Generators:
-    """The generators of the emulated devices. C++ hands them on under another Python object, so they go by their number."""
+    """The generators of the emulated devices. C++ hands them on as other Python objects, so they go by their number."""
 
     def __init__(self, devices: int) -> None:
         self._known: weakref.WeakValueDictionary[int, DeviceGenerator] = weakref.WeakValueDictionary()

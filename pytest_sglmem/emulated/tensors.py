@@ -1,62 +1,33 @@
 """What tensors and storages say of themselves, and how they move between devices.
 
-C++ takes an emulated tensor for a CPU tensor, so whatever Python asks a tensor or a storage about its device is answered
-here, at class level: it holds in every thread, hook and mode. A move between devices is a copy, and differentiable.
+C++ takes an emulated tensor for a CPU tensor, so whatever Python asks a tensor or a storage about its device is
+answered at class level: it holds in every thread, hook and mode. A move between devices is a copy, and differentiable.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._device import DeviceContext
 
+from . import factories, storages
 from .memory import CPU, Memory, Owned, storage_of
-from .patches import Patches
+from .patches import Patches, named
 from .threads import PerThread
 
 if TYPE_CHECKING:
     from . import Emulation
 
-FACTORIES = (
-    *(
-        "empty",
-        "empty_permuted",
-        "empty_strided",
-        "ones",
-        "zeros",
-        "full",
-        "eye",
-        "arange",
-        "range",
-        "linspace",
-        "logspace",
-    ),
-    *("rand", "randn", "randint", "randperm", "normal", "scalar_tensor", "tril_indices", "triu_indices"),
-    *("empty_like", "ones_like", "zeros_like", "full_like", "rand_like", "randn_like", "randint_like"),
-    *("bartlett_window", "blackman_window", "hamming_window", "hann_window", "kaiser_window", "empty_quantized"),
-)
-
-
-SPARSE = {  # which arguments are tensors
-    "sparse_coo_tensor": ("indices", "values"),
-    "sparse_csr_tensor": ("crow_indices", "col_indices", "values"),
-    "sparse_csc_tensor": ("ccol_indices", "row_indices", "values"),
-    "sparse_bsr_tensor": ("crow_indices", "col_indices", "values"),
-    "sparse_bsc_tensor": ("ccol_indices", "row_indices", "values"),
-    "sparse_compressed_tensor": ("compressed_indices", "plain_indices", "values"),
-}
+_PLAIN = torch._C._disabled_torch_dispatch_impl
 
 
 def install(patches: Patches, emulation: Emulation) -> None:
     """Let tensors and storages answer for the emulated device until `patches` are undone."""
     moves = Moves(emulation)
     _install_tensor(patches, emulation, moves)
-    _install_storage(patches, emulation, moves)
-    _install_factories(patches, emulation, moves)
+    storages.install(patches, emulation)
+    factories.install(patches, emulation, moves)
 
 
 class Moves:
@@ -70,9 +41,9 @@ class Moves:
 
     def to(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """`Tensor.to` in all its spellings."""
+        if type(tensor).__torch_dispatch__ is not _PLAIN and type(tensor) is not torch.Tensor:
+            return self._to(tensor, *args, **kwargs)
         device, dtype, rest = spelled(args, kwargs)
-        if isinstance(device, torch.Tensor):
-            device, dtype = device.device, device.dtype
         target = None if device is None else self._emulation.index_of(device)
         if device is not None and target is None:
             return self._to(tensor, device, dtype or tensor.dtype, **rest)
@@ -127,8 +98,9 @@ class _Moved(torch.autograd.Function):
 
 
 def spelled(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
-    """`Tensor.to`'s arguments as (device or other tensor, dtype, the rest)."""
-    device, dtype = kwargs.get("device"), kwargs.get("dtype")
+    """`Tensor.to`'s arguments as (device, dtype, the rest), in all three spellings."""
+    device: Any = kwargs.get("device")
+    dtype: Any = kwargs.get("dtype")
     rest = {name: value for name, value in kwargs.items() if name not in ("device", "dtype", "other")}
     device = kwargs.get("other", device)
     flags = []
@@ -143,6 +115,8 @@ def spelled(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, di
             raise TypeError(f"to() received an invalid argument: {value!r}")
     for name, flag in zip(("non_blocking", "copy"), flags, strict=False):
         rest[name] = flag
+    if isinstance(device, torch.Tensor):
+        dtype, device = device.dtype, device.device
     return device, dtype, rest
 
 
@@ -213,13 +187,28 @@ def _install_tensor(patches: Patches, emulation: Emulation, moves: Moves) -> Non
             raise NotImplementedError(f"Tensor.type({dtype!r}) is not emulated: use Tensor.to")
         return real_type(self, dtype, non_blocking, **kwargs)
 
-    storage_pointer = torch._C.StorageBase.data_ptr
+    def __dlpack__(self: torch.Tensor, **kwargs: Any) -> Any:
+        if owned_by(self) is not None:
+            raise NotImplementedError("Tensor.__dlpack__ is not emulated: there is no device memory to hand over")
+        return real_dlpack(self, **kwargs)
+
+    def __cuda_array_interface__(self: torch.Tensor) -> Any:
+        if owned_by(self) is not None:
+            raise NotImplementedError(
+                "__cuda_array_interface__ is not emulated: there is no device memory to hand over"
+            )
+        return real_interface(self)
+
+    real_dlpack, real_interface = cls.__dlpack__, cls.__cuda_array_interface__.fget  # type: ignore[attr-defined]
+    patches.set(cls, "__dlpack__", named(__dlpack__, real_dlpack))
+    patches.set(cls, "__cuda_array_interface__", property(__cuda_array_interface__))
+    storage_pointer = torch._C.StorageBase.data_ptr  # type: ignore[attr-defined]
     for name, getter in (("device", device), ("is_cuda", is_cuda), ("is_cpu", is_cpu)):
         patches.set(cls, name, property(getter))
     for function in (get_device, cuda, cpu, numpy, data_ptr):
-        patches.set(cls, function.__name__, _named(function, getattr(cls, function.__name__)))
+        patches.set(cls, function.__name__, named(function, getattr(cls, function.__name__)))
     for name in ("new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full"):
-        patches.set(cls, name, _factory(getattr(cls, name), emulation))
+        patches.set(cls, name, factories.factory(getattr(cls, name), emulation))
     real_new = cls.new
 
     def new_tensor(self: torch.Tensor, data: Any, *, dtype: Any = None, device: Any = None, **kwargs: Any) -> Any:
@@ -233,12 +222,12 @@ def _install_tensor(patches: Patches, emulation: Emulation, moves: Moves) -> Non
             else moves.aimed(owned.index, real_new, self, *args, **kwargs)
         )
 
-    patches.set(cls, "new_tensor", _named(new_tensor, cls.new_tensor))
-    patches.set(cls, "new", _named(new, real_new))
-    patches.set(cls, "type", _named(type_, real_type))
-    patches.set(cls, "to", _named(lambda self, *args, **kwargs: moves.to(self, *args, **kwargs), cls.to))
+    patches.set(cls, "new_tensor", named(new_tensor, cls.new_tensor))
+    patches.set(cls, "new", named(new, real_new))
+    patches.set(cls, "type", named(type_, real_type))
+    patches.set(cls, "to", named(lambda self, *args, **kwargs: moves.to(self, *args, **kwargs), cls.to))
     patches.set(
-        cls, "record_stream", _named(lambda self, stream: emulation.record_stream(self, stream), cls.record_stream)
+        cls, "record_stream", named(lambda self, stream: emulation.record_stream(self, stream), cls.record_stream)
     )
     patches.set(torch, "get_device", lambda tensor: tensor.get_device())
     real_parse = torch._C._nn._parse_to
@@ -274,146 +263,7 @@ def _install_pinning(patches: Patches, emulation: Emulation) -> None:
         memory.pin(pinned)
         return pinned
 
-    patches.set(cls, "pin_memory", _named(pin_memory, cls.pin_memory))
+    patches.set(cls, "pin_memory", named(pin_memory, cls.pin_memory))
     patches.set(cls, "is_pinned", lambda self, device=None: memory.is_pinned(storage_of(self)))
     patches.set(torch.UntypedStorage, "pin_memory", pin_storage)
     patches.set(torch.UntypedStorage, "is_pinned", lambda self, device="cuda": memory.is_pinned(self))
-
-
-def _named(function: Callable[..., Any], like: Any) -> Callable[..., Any]:
-    for name in ("__name__", "__qualname__", "__doc__"):
-        value = getattr(like, name, None)
-        if value is not None:
-            setattr(function, name, value)
-    return function
-
-
-# -- storages ----------------------------------------------------------------------------------------------------------
-
-
-def _install_storage(patches: Patches, emulation: Emulation, moves: Moves) -> None:
-    cls, where = torch.UntypedStorage, emulation.memory.where
-    real_device = cls.device.__get__  # type: ignore[attr-defined]
-    real_pointer, real_resize = cls.data_ptr, cls.resize_
-    real_new = cls.__new__
-
-    def device(self: torch.UntypedStorage) -> torch.device:
-        owned = where.get(self._cdata)
-        return real_device(self) if owned is None else owned.device
-
-    def data_ptr(self: torch.UntypedStorage) -> int:
-        owned = where.get(self._cdata)
-        return real_pointer(self) if owned is None else owned.address
-
-    def resize_(self: torch.UntypedStorage, size: int) -> Any:
-        answer = real_resize(self, size)
-        owned = where.get(self._cdata)
-        if owned is not None:
-            emulation.memory.resized(self, owned, emulation.stream_number(owned.index))
-        return answer
-
-    def get_device(self: torch.UntypedStorage) -> int:
-        owned = where.get(self._cdata)
-        return -1 if owned is None else owned.index
-
-    def new(kind: Any, *args: Any, device: Any = None, **kwargs: Any) -> Any:
-        index = None if device is None else emulation.index_of(device)
-        if index is None or index == CPU:
-            return real_new(kind, *args, **kwargs) if device is None else real_new(kind, *args, device=device, **kwargs)
-        storage = real_new(kind, *args, **kwargs)
-        emulation.own(storage, index)
-        return storage
-
-    patches.set(cls, "device", property(device))
-    for function in (data_ptr, resize_, get_device):
-        patches.set(cls, function.__name__, _named(function, getattr(cls, function.__name__)))
-    patches.set(cls, "__new__", new)
-
-
-# -- factories ---------------------------------------------------------------------------------------------------------
-
-
-def _install_factories(patches: Patches, emulation: Emulation, moves: Moves) -> None:
-    for name in FACTORIES:
-        if hasattr(torch, name):
-            patches.set(torch, name, _factory(getattr(torch, name), emulation))
-    for name, parts in SPARSE.items():
-        patches.set(torch, name, _sparse(getattr(torch, name), emulation, parts))
-    for name in ("tensor", "as_tensor", "asarray"):
-        patches.set(torch, name, _from_data(getattr(torch, name), emulation, moves, copies=name == "tensor"))
-
-
-def _factory(real: Callable[..., Any], emulation: Emulation) -> Callable[..., Any]:
-    """`real`, for which an int is an emulated device."""
-
-    @functools.wraps(real)
-    def factory(*args: Any, **kwargs: Any) -> Any:
-        device = kwargs.get("device")
-        if device is not None:
-            if type(device) is int:
-                kwargs["device"] = torch.device("cuda", device)
-            emulation.cover_thread()
-        return real(*args, **kwargs)
-
-    return factory
-
-
-def _from_data(real: Callable[..., Any], emulation: Emulation, moves: Moves, copies: bool) -> Callable[..., Any]:
-    """`torch.tensor` and the like: made on the CPU; what is new there is handed to the device without another copy."""
-
-    @functools.wraps(real)
-    def from_data(data: Any, *args: Any, **kwargs: Any) -> Any:
-        device = kwargs.pop("device", None)
-        if args:  # as_tensor(data, dtype, device)
-            kwargs["dtype"] = args[0]
-            device = args[1] if len(args) > 1 else device
-        if device is None:
-            device = data.device if isinstance(data, torch.Tensor) else _default_device()
-        index = emulation.index_of(device)
-        if index is None:
-            return real(data, device=device, **kwargs)
-        if isinstance(data, torch.Tensor):
-            return _from_tensor(real, moves, data, index, copies, kwargs)
-        made = real(data, device="cpu", **kwargs)
-        if index == CPU:
-            return made
-        wants = made.requires_grad
-        made = moves.copy(made.detach(), index, made.dtype) if not copies else moves.adopt(made, index)
-        return made.requires_grad_(wants)
-
-    return from_data
-
-
-def _sparse(real: Callable[..., Any], emulation: Emulation, parts: tuple[str, ...]) -> Callable[..., Any]:
-    """`real`, made of parts that are moved to the device first."""
-
-    @functools.wraps(real)
-    def sparse(*args: Any, **kwargs: Any) -> Any:
-        device = kwargs.get("device")
-        index = CPU if device is None else emulation.index_of(device)
-        if index is None or index == CPU:
-            return real(*args, **kwargs)
-        del kwargs["device"]
-        where = emulation.memory.devices[index]
-        moved = [torch.as_tensor(value, device=where) for value in args[: len(parts)]]
-        kwargs = {
-            name: torch.as_tensor(kwargs[name], device=where) if name in parts else kwargs[name] for name in kwargs
-        }
-        return real(*moved, *args[len(parts) :], **kwargs)
-
-    return sparse
-
-
-def _default_device() -> torch.device:
-    """What `torch.set_default_device` or `with torch.device(...)` says in this thread."""
-    for mode in reversed(_get_current_function_mode_stack() if torch._C._len_torch_function_stack() else []):
-        if isinstance(mode, DeviceContext):
-            return mode.device
-    return torch.device("cpu")
-
-
-def _from_tensor(real: Any, moves: Moves, data: torch.Tensor, index: int, copies: bool, kwargs: dict[str, Any]) -> Any:
-    dtype = kwargs.get("dtype") or data.dtype
-    if not copies and not kwargs.get("copy"):
-        return moves.to(data, torch.device("cpu") if index == CPU else torch.device("cuda", index), dtype)
-    return moves.copy(data.detach(), index, dtype).requires_grad_(kwargs.get("requires_grad") or False)
