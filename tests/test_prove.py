@@ -314,6 +314,20 @@ class TestSmallSuites:
         result = self.prove(pytester, HISTORY + "\n    def test_fails(): assert False\n", "-x")
         assert outline(result) == []
 
+    def test_a_trace_in_the_pytest_process_is_not_called_blind(self, pytester):
+        result = self.prove(
+            pytester,
+            """
+            import pytest_sglmem
+
+            def test_traces_here(live_bytes):
+                with pytest_sglmem.emulated_cuda():
+                    live_bytes.assert_flat(pytest_sglmem.trace(lambda n: None, [1, 2], cycles=2))
+            """,
+        )
+        assert result.ret == 0
+        assert outline(result)[0] == "proof: 0 runs, 1 tests under 0 faults"
+
     def test_selection_limits_it(self, pytester):
         result = self.prove(pytester, HISTORY, "-k", "plain")
         assert outline(result) == ["proof: 0 runs, 0 tests under 0 faults"]
