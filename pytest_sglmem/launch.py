@@ -429,8 +429,11 @@ class Launcher:
         """
         if self.owner != os.getpid():
             return
+        self.listen()
         self._socket.close()
         self._broken = self._broken or "closed"
+        if not self._ready:  # still importing: it has no rank, and would see only afterwards that nobody is there
+            self._server.kill()
         try:
             self._server.wait(KILL_LIMIT)
         except subprocess.TimeoutExpired:

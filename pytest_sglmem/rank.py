@@ -34,7 +34,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType, TracebackType
+from types import CodeType, ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import cloudpickle
@@ -414,6 +414,13 @@ class CallPickler(cloudpickle.Pickler):  # type: ignore[misc]
     """
 
     dispatch_table = collections.ChainMap({CodeType: _reduce_code}, cloudpickle.Pickler.dispatch_table)
+
+    def reducer_override(self, obj: Any) -> Any:
+        """A module by value is its globals, without its loader (pytest's, and through it the whole session)."""
+        if isinstance(obj, ModuleType) and obj.__name__ in cloudpickle.list_registry_pickle_by_value():
+            kept = {name: value for name, value in vars(obj).items() if not name.startswith(("__", "@"))}
+            return ModuleType, (obj.__name__,), {**kept, "__file__": getattr(obj, "__file__", None)}
+        return super().reducer_override(obj)
 
 
 class _ResultPickler(CallPickler):

@@ -147,7 +147,7 @@ def test_trace(world, live_bytes):
 
         return lambda n: torch.ones(n, device="cuda")
 
-    assert live_bytes.assert_flat(world.trace(setup, [8, 16], cycles=2)).settled == ((0, 0, 0),) * 4
+    assert live_bytes.assert_flat(world.trace(setup, [8, 16], cycles=2)).settled == ((0, 0),) * 4
 """
     )
     port = str(free_port())

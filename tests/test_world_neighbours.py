@@ -1,0 +1,272 @@
+"""Worlds among what else lives in a session: time limits, import modes, forks of pytest, strict options, signals."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ARGS = ("--sglmem-device", "emulated", "-p", "no:cacheprovider", "-p", "no:randomly")
+LIMIT = 120.0  # seconds for a session: its server imports torch, on 2 busy cores
+
+WORLD = """
+import helpers
+
+def test_world(world):
+    def total():
+        import torch
+        import torch.distributed as dist
+
+        value = torch.tensor([helpers.one() + dist.get_rank()], device="cuda")
+        dist.all_reduce(value)
+        assert int(value) == 3
+        return int(value)
+
+    assert world.run(total) == [3, 3]
+"""
+HANGS = """
+import os
+import time
+
+def test_hangs(world):
+    print("\\npids", *world.run(os.getpid), flush=True)
+    world.run(time.sleep, 3600)
+
+def test_next(world):
+    assert world.run(int) == [0, 0]
+"""
+
+
+def processes_in(folder):
+    """What runs with its working directory in `folder`."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and entry.name != str(os.getpid()):
+            try:
+                if Path(os.readlink(entry / "cwd")).is_relative_to(folder):
+                    found.append(int(entry.name))
+            except OSError:
+                continue
+    return found
+
+
+@pytest.fixture
+def run(pytester, monkeypatch, tmp_path_factory):
+    """Run pytest in a process of its own; nothing of it may be left afterwards, no process and no temporary file."""
+    temporary = tmp_path_factory.mktemp("temporary")
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
+
+    def run(*args):
+        return pytester.runpytest_subprocess(*ARGS, *args, timeout=LIMIT)
+
+    yield run
+    wait_for_ends(processes_in(pytester.path))
+    assert processes_in(pytester.path) == []
+    assert list(temporary.glob("sglmem-*")) == []
+    assert not list(Path("/dev/shm").glob("sglmem*"))
+
+
+@pytest.mark.parametrize("mode", ["prepend", "append", "importlib"])
+@pytest.mark.parametrize("package", [True, False], ids=["package", "no-package"])
+def test_import_modes_in_packages_and_not(pytester, run, mode, package):
+    (pytester.path / "helpers.py").write_text("def one():\n    return 1\n")
+    folder = pytester.path / "tests"
+    folder.mkdir()
+    (folder / "test_it.py").write_text(WORLD)
+    if package:
+        (folder / "__init__.py").touch()
+    strict = ("-W", "error", "--strict-markers", "--strict-config")
+    result = run("--import-mode", mode, "-o", "pythonpath=.", *strict)
+    result.assert_outcomes(passed=1)
+
+
+def test_helpers_that_only_pytest_can_import(pytester, run):
+    (pytester.path / "tests").mkdir()
+    (pytester.path / "tests" / "conftest.py").write_text("def one():\n    return 1\n")
+    (pytester.path / "tests" / "test_it.py").write_text(WORLD.replace("import helpers", "import conftest as helpers"))
+    run().assert_outcomes(passed=1)
+
+
+@pytest.mark.parametrize("method", ["signal", "thread"])
+def test_pytest_timeout(pytester, run, method):
+    pytest.importorskip("pytest_timeout")
+    mark = f"@pytest.mark.timeout(2, method={method!r}, func_only=True)\n"
+    pytester.makepyfile("import pytest\n" + HANGS.replace("def test_hangs", mark + "def test_hangs"))
+    result = run("-s")
+    if method == "signal":
+        result.assert_outcomes(failed=1, passed=1)
+    else:
+        assert result.ret == 1
+    wait_for_ends(next(pids_in(line) for line in result.outlines if line.startswith("pids ")))
+
+
+def pids_in(line):
+    return [int(word) for word in line.split()[1:]]
+
+
+def wait_for_ends(pids):
+    import select
+
+    for pid in pids:
+        try:
+            fd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        ready, _, _ = select.select([fd], [], [], LIMIT)
+        os.close(fd)
+        assert ready
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL, signal.SIGTERM])
+def test_a_signal_to_pytest_ends_everything(pytester, run, number):
+    path = pytester.makepyfile(HANGS)
+    command = [sys.executable, "-m", "pytest", *ARGS, "-s", str(path)]
+    with subprocess.Popen(command, cwd=pytester.path, stdout=subprocess.PIPE, text=True) as session:
+        pids = next(pids_in(line) for line in session.stdout if line.startswith("pids "))
+        session.send_signal(number)
+        rest = session.stdout.read()
+        session.wait(LIMIT)
+    wait_for_ends(pids)
+    if number == signal.SIGINT:
+        assert "KeyboardInterrupt" in rest
+        assert session.returncode == 2
+
+
+def test_a_test_run_in_a_fork_of_pytest(pytester, run):
+    pytester.makeconftest(
+        """
+        import os
+        import pytest
+        from _pytest.runner import runtestprotocol
+
+        @pytest.hookimpl(tryfirst=True)
+        def pytest_runtest_protocol(item):
+            item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+            pid = os.fork()
+            if not pid:
+                reports = runtestprotocol(item, log=False)
+                os._exit(0 if all(report.passed for report in reports) else 1)
+            status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            print("fork ended with", status)
+            return True
+        """
+    )
+    pytester.makepyfile(
+        """
+        def test_one(world): assert world.run(int) == [0, 0]
+        def test_two(world): assert world.run(int) == [0, 0]
+        """
+    )
+    result = run("-s")
+    assert str(result.stdout).count("fork ended with 0") == 2
+
+
+def test_a_rootdir_that_cannot_be_written_to(pytester, run):
+    pytester.makepyfile(
+        """
+        import time
+
+        def test_passes(world): assert world.run(int) == [0, 0]
+        def test_is_silent(world): world.run(time.sleep, 3600, timeout=0.5)
+        """
+    )
+    (pytester.path / ".sglmem").write_text("a file where the artifacts should go")
+    pytester.path.chmod(0o555)
+    try:
+        result = run()
+    finally:
+        pytester.path.chmod(0o755)
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines(["*RankSilent*"])
+
+
+def test_first_failure_stops_and_output_has_a_section_a_rank(pytester, run):
+    pytester.makepyfile(
+        """
+        def test_fails(world):
+            def chatty():
+                import os
+                print("said by", os.environ["RANK"])
+                assert os.environ["RANK"] == "0"
+            world.run(chatty)
+
+        def test_never(world): pass
+        """
+    )
+    result = run("-x")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*rank 0 output*", "said by 0", "*rank 1 output*", "said by 1"])
+
+
+def test_live_output_under_s(pytester, run):
+    pytester.makepyfile("def test_it(world): world.run(print, 'live')")
+    run("-s").stdout.fnmatch_lines_random(["*[[]rank 0[]] live", "*[[]rank 1[]] live"])
+
+
+def test_breakpoint_in_a_rank_says_that_there_is_no_terminal(pytester, run):
+    pytester.makepyfile("def test_it(world): world.run(lambda: breakpoint())")
+    result = run()
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*breakpoint() in a rank: ranks have no terminal*"])
+
+
+def test_locals_and_asserts_of_a_rank_under_l(pytester, run):
+    pytester.makepyfile(
+        """
+        def test_it(world):
+            def fail():
+                tell_tale = [4, 3, 2, 1]
+                assert sum(tell_tale) == 11
+            world.run(fail)
+        """
+    )
+    run("-l").stdout.fnmatch_lines(
+        ["*ranks 0, 1 of 2 raised AssertionError*", "*assert 10 == 11*", "*tell_tale*4, 3, 2, 1*"]
+    )
+
+
+def test_skips_and_warnings_of_ranks_are_the_tests(pytester, run):
+    pytester.makepyfile(
+        """
+        import warnings
+        import pytest
+
+        def test_skips(world): world.run(lambda: pytest.skip("not on this one"))
+        def test_xfails(world): world.run(lambda: pytest.xfail("known"))
+        def test_warns(world): world.run(lambda: warnings.warn("mind this", DeprecationWarning))
+        """
+    )
+    result = run("-rsx")
+    result.assert_outcomes(skipped=1, xfailed=1, passed=1, warnings=1)
+    result.stdout.fnmatch_lines(["*ranks 0, 1: mind this*", "*not on this one*", "*known*"])
+    run("-W", "error::DeprecationWarning").assert_outcomes(skipped=1, xfailed=1, failed=1)
+
+
+def test_two_workers_with_worlds_of_four(pytester, run):
+    pytest.importorskip("xdist")
+    pytester.makepyfile(
+        """
+        import os
+        import pytest
+
+        @pytest.mark.parametrize("number", range(4))
+        def test_world(world, number):
+            def sum_up():
+                import torch
+                import torch.distributed as dist
+
+                value = torch.tensor([number])
+                dist.all_reduce(value)
+                return int(value)
+
+            assert world.run(sum_up) == [4 * number] * 4
+
+        def test_dies(world): world.run(lambda: os._exit(3))
+        """
+    )
+    run("-n", "2", "--sglmem-world", "4").assert_outcomes(passed=4, failed=1)
