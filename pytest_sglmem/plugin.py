@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .launch import Launcher, Spec
     from .live_bytes import LiveBytes
     from .objects import GcTracked
+    from .progress import Narrator
     from .prove import Proof
     from .records import Growth, Trace, Verdict
     from .world import World
@@ -123,6 +124,7 @@ class TestState:
         self.fired_here: dict[str, int] = {}
         self.outcome = "passed"
         self.seconds = 0.0
+        self.progress: Narrator | None = None
 
     def entry(self, nodeid: str) -> Test:
         """The test's entry in the report, as it stands."""
@@ -287,6 +289,8 @@ def pytest_runtest_makereport(
     state = item.stash.get(TEST, None)
     if state is None:
         return report
+    if state.progress is not None:
+        state.progress.end()
     state.seconds += report.duration
     if report.failed or (report.skipped and state.outcome == "passed"):
         state.outcome = report.outcome
@@ -310,6 +314,7 @@ def world(request: pytest.FixtureRequest) -> Iterator[World]:
         state.world = lent
         state.machine = {"device": lent.device_name}
         state.world_entry = {"size": lent.size, "device": lent.device, "backend": lent.backend}
+        state.progress = lent.on_progress = _narrator(item)
         yield lent
         for fault, fired in lent.fired().items():
             state.fired[fault] = list(fired)
@@ -448,6 +453,13 @@ def _spec(session: SessionState, state: TestState, asked: WorldAsked, size: int 
         live_output=config.getoption("capture") == "no",
         whole_gpus=asked.backend == "nccl",
     )
+
+
+def _narrator(item: pytest.Item) -> Narrator | None:
+    from .progress import Narrator, screen
+
+    shown = screen(item.config, item.nodeid)
+    return None if shown is None else Narrator(item.name, shown)
 
 
 @contextlib.contextmanager

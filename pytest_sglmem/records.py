@@ -338,13 +338,20 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a rank's trace is: it has ended this step of this cycle with `live` bytes."""
+    """How far a rank's trace is: it has ended this step of this cycle with `live` bytes.
+
+    `steps` a cycle, `warmup` cycles and then from the least to the most of `cycles`: what it was asked for, which the
+    parent fills in.
+    """
 
     call: int
     rank: int
     cycle: int
     step: int
     live: int
+    steps: int = 0
+    warmup: int = 0
+    cycles: tuple[int, int] = (0, 0)
 
 
 def to_json(record: object) -> dict[str, object]:

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from . import stacks
 from .launch import KILL_LIMIT, LaunchError, RankProcess, Spec, Unavailable, resolve_device
@@ -157,6 +157,7 @@ class World:
         self._why_broken = ""
         self.backend: str | None = None
         self.device_name = ""
+        self._tracing: dict[str, Any] = {}
         self.on_progress: Callable[[Progress], None] | None = None
 
     # ------------------------------------------------------------------------------------ the public face
@@ -247,6 +248,8 @@ class World:
         options = {"cycles": cycles, "warmup": warmup, "progress": self.on_progress is not None}
         ranks = self._sound(range(self.size) if self._spec.init else self._alive())
         body = _dumps((setup, args, geometries, options), setup)
+        extent = (cycles, cycles) if isinstance(cycles, int) else cycles
+        self._tracing = {"steps": len(geometries), "warmup": warmup, "cycles": extent}
         done = self._call(ranks, "trace", (body,), f"trace of {_name(setup)}", timeout)
         self._raise_for(done)
         return Trace(
@@ -416,7 +419,7 @@ class World:
             record = pickle.loads(message)
             if isinstance(record, Progress):
                 if self.on_progress is not None:
-                    self.on_progress(record)
+                    self.on_progress(dataclasses.replace(record, **self._tracing))
             elif (record.call, record.rank) == (current.number, rank):
                 current.answers[rank] = record
                 current.waiting.discard(rank)

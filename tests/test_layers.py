@@ -20,7 +20,7 @@ HOME = Path(pytest_sglmem.__file__).parent
 
 LADDER = {
     6: {"plugin", "prove", "proof", "__main__", "options", "markers", "collector", "live_bytes"},
-    5: {"world", "stacks", "report", "html", "charts", "summary"},
+    5: {"world", "stacks", "progress", "report", "html", "charts", "summary"},
     4: {"launch", "rank", "torchrun"},
     3: {"tracing", "judge", "reference"},
     2: {

@@ -851,6 +851,7 @@ def test_trace_has_every_rank_and_what_they_share(start):
     assert set(trace.versions) >= {"torch", "python", "pytest_sglmem"}
     assert {one.rank for one in seen} == {0, 1}
     assert (seen[0].cycle, seen[0].step) == (0, 0)
+    assert {(one.steps, one.warmup, one.cycles) for one in seen} == {(2, 1, (2, 2))}
 
 
 def test_trace_passes_args_and_says_where_a_step_raised(start):
