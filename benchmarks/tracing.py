@@ -48,10 +48,10 @@ def _timed(call) -> float:
     return time.perf_counter() - begun
 
 
-def _rank(rank: int, size: int, store: str, step_ms: float, out) -> None:
+def _rank(rank: int, size: int, store: str, step_ms: float, side: int, out) -> None:
     torch.cuda.set_device(rank % torch.cuda.device_count())
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
-    matrix = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+    matrix = torch.randn(side, side, device="cuda", dtype=torch.bfloat16)
     for _ in range(3):
         matrix @ matrix
     torch.cuda.synchronize()
@@ -96,13 +96,13 @@ def _rank(rank: int, size: int, store: str, step_ms: float, out) -> None:
     dist.destroy_process_group()
 
 
-def step_share(ranks: int, step_ms: float) -> list[tuple[int, float, float]]:
+def step_share(ranks: int, step_ms: float, side: int = 4096) -> list[tuple[int, float, float]]:
     """For each rank the seconds of a bare step (with the barrier that a step of several ranks has) and a traced one."""
     context = mp.get_context("spawn")
     out = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
         store = os.path.join(folder, "store")
-        started = [context.Process(target=_rank, args=(r, ranks, store, step_ms, out)) for r in range(ranks)]
+        started = [context.Process(target=_rank, args=(r, ranks, store, step_ms, side, out)) for r in range(ranks)]
         for process in started:
             process.start()
         found = [out.get(timeout=150) for _ in started]
