@@ -268,7 +268,7 @@ def table(runs: Sequence[Run], *, left_out: int = 0, options: Sequence[str] = ()
         lines.append(f"  {repeat_command(group, options)}")
     lines += [f"exempt: {run.fault} in {run.nodeid}: {run.why}" for run in runs if run.result == "exempt"]
     if left_out:
-        lines += ["", f"{left_out} runs left out (--sglmem-prove-limit); the same command goes on from here"]
+        lines += ["", f"{left_out} runs left out by the limit or an interruption; the same command goes on from here"]
     return lines
 
 

@@ -140,20 +140,23 @@ class Proof:
             _print(self._config, "")  # the line of dots ends here
         known = sum((clean.nodeid, fault.text) in journal.done for _, clean, faults in plans for fault in faults)
         self._say(_announcement(plans, total, self._allowed, known))
-        done = 0
-        with contextlib.closing(journal), tempfile.TemporaryDirectory(prefix="sglmem-proof-") as self._artifacts:
-            for item, clean, faults in plans:
-                begun = len(self.runs)
-                self._prove_one(item, clean, faults, journal)
-                runs = self.runs[begun:]
-                done += sum(run.fault != HEALED for run in runs)
-                letters = "".join(proof.LETTERS[run.result] for run in runs)
-                self._say(f"proof [{done}/{total}] {clean.nodeid} {letters}")
+        try:
+            with contextlib.closing(journal), tempfile.TemporaryDirectory(prefix="sglmem-proof-") as self._artifacts:
+                for item, clean, faults in plans:
+                    begun = len(self.runs)
+                    self._prove_one(item, clean, faults, journal)
+                    letters = "".join(proof.LETTERS[run.result] for run in self.runs[begun:])
+                    self._say(f"proof [{self._done()}/{total}] {clean.nodeid} {letters}")
+        finally:
+            self._left_out = total - self._done()  # by the limit, or by whoever interrupts
         if not self._left_out and not self._worker:
             Journal.remove(_folder(self._config, self._session.settings))
 
+    def _done(self) -> int:
+        return sum(run.fault != HEALED for run in self.runs)
+
     def _prove_one(self, item: pytest.Item, clean: Clean, faults: Sequence[Fault], journal: Journal) -> None:
-        """All runs of one test: known ones are taken over, what the limit leaves is counted, the last one is clean."""
+        """All runs of one test: known ones are taken over, the limit leaves the rest, the last one is clean."""
         struck = False
         for fault in faults:
             known = journal.done.get((clean.nodeid, fault.text))
@@ -162,9 +165,7 @@ class Proof:
                 self.runs.append(known)
             elif reason is not None:
                 self.runs.append(Run(clean.nodeid, fault.text, "exempt", 0, reason))
-            elif self._allowed is not None and self._allowed < 1:
-                self._left_out += 1
-            else:
+            elif self._allowed is None or self._allowed > 0:
                 self._allowed = None if self._allowed is None else self._allowed - 1
                 self._keep(self._struck(item, clean, fault), journal)
                 struck = True
