@@ -211,6 +211,9 @@ class RankProcess(Protocol):
     def ledger(self) -> bytes:
         """The file in which the rank notes what it is doing (see `rank.Notes`)."""
 
+    def record_flight(self) -> bool:
+        """Have NCCL's flight recorder write its dump into the artifacts; False where it does not run."""
+
 
 class Starter(Protocol):
     """Whoever starts ranks, as a world sees it: `Launcher` here, `torchrun.Launcher` where torchrun started pytest."""
@@ -268,6 +271,21 @@ class LocalRank:
     def ledger(self) -> bytes:
         """The file in which the rank notes what it is doing."""
         return _content(self.folder / f"notes.{self.rank}")
+
+    def record_flight(self) -> bool:
+        """Have NCCL's flight recorder write its dump into the artifacts; False where it does not run."""
+        return record_flight(self.folder, self.rank)
+
+
+def record_flight(folder: Path, rank: int) -> bool:
+    """Ask the recorder of one rank through its pipe, which a thread of NCCL's reads whatever the rank is doing."""
+    try:
+        pipe = os.open(folder / f"flight-{rank}.pipe", os.O_WRONLY | os.O_NONBLOCK)
+    except OSError:
+        return False
+    with open(pipe, "wb", buffering=0) as asked:
+        asked.write(b"1\n")
+    return True
 
 
 def _content(path: Path) -> bytes:

@@ -200,12 +200,25 @@ class Rank:
             if not gpus:
                 raise RuntimeError("no CUDA device in this rank")
             torch.cuda.set_device(gpus[local % len(gpus)])
+            self._prepare_flight_recorder()
             return {"device": torch.cuda.get_device_name(), "ordinal": torch.cuda.current_device()}
         from .emulated import emulated_cuda
 
         self._stack.enter_context(emulated_cuda(devices=self.spec.size))
         torch.cuda.set_device(local)
         return {"device": "emulated", "ordinal": local}
+
+    def _prepare_flight_recorder(self) -> None:
+        """NCCL reads these when a group is made. Newer torch has the names with FR, older the others."""
+        dump = str(Path(self.spec.artifacts) / "nccl-flight-rank-")
+        for name, value in (
+            ("TORCH_FR_BUFFER_SIZE", "2000"),
+            ("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000"),
+            ("TORCH_FR_DUMP_TEMP_FILE", dump),
+            ("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", dump),
+            ("TORCH_NCCL_DEBUG_INFO_PIPE_FILE", str(self._folder / "flight-")),
+        ):
+            os.environ.setdefault(name, value)
 
     def _make_group(self, name: str) -> None:
         import torch.distributed as dist

@@ -25,6 +25,7 @@ _DISTRIBUTED = f"{os.sep}torch{os.sep}distributed{os.sep}"
 _WRAPPERS = frozenset(("wrapper", "inner", "noted", "gated", "carry_out", "_fn", "decorate_context"))
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
 SETTLE = 0.005  # seconds without a new byte after which a dump is taken as whole: its lines are microseconds apart
+FLIGHT_LIMIT = 5.0  # seconds for NCCL's flight recorder: its thread looks at the pipe once a second
 
 
 @dataclass(frozen=True)
@@ -222,11 +223,17 @@ def stack_lines(seen: Mapping[int, Where], limit: int = 12) -> list[str]:
     return lines
 
 
-def keep(folder: Path, seen: Mapping[int, Where]) -> None:
-    """Leave the whole dumps, all threads, in the artifacts. A folder that cannot be written to is no failure."""
+def keep(folder: Path, seen: Mapping[int, Where], processes: Mapping[int, RankProcess]) -> None:
+    """Leave the whole dumps, all threads, in the artifacts, and NCCL's flight recorder's where it runs. A folder that
+    cannot be written to is no failure.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for rank, at in seen.items():
             (folder / f"stacks-rank-{rank}.txt").write_text(at.text)
     except OSError:
         return
+    dumps = [folder / f"nccl-flight-rank-{rank}" for rank, process in processes.items() if process.record_flight()]
+    end = time.monotonic() + FLIGHT_LIMIT
+    while time.monotonic() < end and not all(dump.exists() and dump.stat().st_size for dump in dumps):
+        time.sleep(SETTLE)

@@ -118,6 +118,11 @@ class RemoteRank:
         """The file in which the rank notes what it is doing."""
         return self.server.read(self.world, f"notes.{self.rank}")
 
+    def record_flight(self) -> bool:
+        """Have NCCL's flight recorder write its dump into the artifacts on its machine; nobody waits for it."""
+        self.server.tell("flight", self.world)
+        return False
+
 
 @dataclass
 class _Server:
@@ -405,6 +410,10 @@ class _Serving:
         except FileNotFoundError:
             content = b""
         self._tell("content", number, content)
+
+    def _flight(self, world: str) -> None:
+        if world in self._folders:
+            launch.record_flight(self._folders[world], rank())
 
     def _forget(self, world: str) -> None:
         folder = self._folders.pop(world, None)

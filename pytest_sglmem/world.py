@@ -474,7 +474,7 @@ class World:
             text = raised[ranks[0]]
             problems.append(RankRaised(_raised_message(current, ranks, text, peers, self.size), ranks, text))
         if current.waiting and not problems and not current.raised:
-            stacks.keep(Path(self._spec.artifacts), seen)
+            stacks.keep(Path(self._spec.artifacts), seen, self._processes)
             head = f"{ranks_text(tuple(current.waiting))} of {self.size} "
             head += "wait for what cannot come" if current.stuck else f"gave no answer within {current.limit:g} s"
             told = stacks.silent_message(f"{head}, in {current.what}", seen, current.answers, ledgers)
