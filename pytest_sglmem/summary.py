@@ -1,7 +1,8 @@
 """A report's checks as rows, and the rows as lines: for a terminal, for GitHub's step summary.
 
 A row is one check: a verdict word, how much, on which ranks, a small series, the test, the cause. Words that alarm are
-in capitals with a mark, so they stand out where there is no colour. Whatever is longer than the line is shortened at
+in capitals with a mark, so they stand out where there is no colour; a leak in a test that passed was expected there,
+and does not. Whatever is longer than the line is shortened at
 the end that says less; nothing is measured or judged here.
 """
 
@@ -11,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from . import words
-from .document import ALARMS, ORDER, Document, Fired, Gc, IpcFault, LiveBytes, Proof, SlowStep, Test
+from .document import ALARMS, FAILING, ORDER, Document, Fired, Gc, IpcFault, LiveBytes, Proof, SlowStep, Test
 
 SCREEN = 23  # lines of a classic terminal less the title of the section: what the default summary keeps to
 GITHUB_ROWS = 100
@@ -19,13 +20,17 @@ _WITH_HELP = {
     "late": "comes back only after torch.cuda.ipc_collect()",
     "cyclic": "comes back only through the cyclic collector",
 }
+_PASSED = "expected: the test passed"
 _INDENT = " " * 6
 _RANKS_ROOM = 12  # columns: "ranks 0-2, 5"
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One check as text: `cause` says why it is not clean (empty where it is), `full` is what -v adds."""
+    """One check as text: `cause` says why it is not clean (empty where it is), `full` is what -v adds.
+
+    `expected`: the verdict fails a test that asserts otherwise, and this one passed.
+    """
 
     word: str
     amount: str
@@ -34,15 +39,18 @@ class Row:
     name: str
     cause: str = ""
     full: tuple[str, ...] = ()
+    expected: bool = False
 
     @property
     def alarming(self) -> bool:
         """Somebody should look at this check."""
-        return self.word in ALARMS
+        return self.word in ALARMS and not self.expected
 
     @property
     def shown_word(self) -> str:
         """The verdict as it stands out in plain text."""
+        if self.expected:
+            return f"{self.word} (expected)"
         return f"{self.word.upper()}!" if self.alarming else self.word
 
 
@@ -78,7 +86,7 @@ def github_summary(document: Document) -> str:
         "|---|--:|---|---|---|---|",
     ]
     for row in rows[:GITHUB_ROWS]:
-        word = f"**{row.shown_word}**" if row.alarming else row.word
+        word = f"**{row.shown_word}**" if row.alarming else row.shown_word
         cells = [word, row.amount, row.ranks, row.series, _code(row.name), _cell(row.cause)]
         lines.append(f"| {' | '.join(cells)} |")
     if len(rows) > GITHUB_ROWS:
@@ -88,16 +96,22 @@ def github_summary(document: Document) -> str:
 
 
 def counts(rows: Sequence[Row]) -> str:
-    """How many checks said what: "sglmem: 2 LEAK, 12 flat"."""
-    counted = [(word, sum(row.word == word for row in rows)) for word in ORDER]
-    said = ", ".join(f"{count} {word.upper() if word in ALARMS else word}" for word, count in counted if count)
-    return f"sglmem: {said}"
+    """How many checks said what: "sglmem: 2 LEAK, 1 leak expected, 12 flat"."""
+    counted: dict[str, int] = {}
+    for row in sorted(rows, key=_rank):
+        word = f"{row.word} expected" if row.expected else row.word.upper() if row.alarming else row.word
+        counted[word] = counted.get(word, 0) + 1
+    return "sglmem: " + ", ".join(f"{count} {word}" for word, count in counted.items())
 
 
 def sorted_rows(document: Document) -> list[Row]:
     """All checks of the session, the worst verdicts first, else in the order they came."""
     rows = [row for test in document["tests"] for row in check_rows(test)]
-    return sorted(rows, key=lambda row: ORDER.index(row.word))
+    return sorted(rows, key=_rank)
+
+
+def _rank(row: Row) -> tuple[bool, int]:
+    return not row.alarming, ORDER.index(row.word)
 
 
 def check_rows(test: Test) -> list[Row]:
@@ -106,9 +120,15 @@ def check_rows(test: Test) -> list[Row]:
         *(_bytes_row(test, check) for check in test["live_bytes"]),
         *(_gc_row(test, growth) for growth in test["gc"]),
     ]
+    if test["outcome"] == "passed":
+        rows = [_expected(row) if row.word in FAILING else row for row in rows]
     if rows and test["faults"]:
         rows[0] = replace(rows[0], full=(*_fired_lines(test["faults"]), *rows[0].full))
     return rows
+
+
+def _expected(row: Row) -> Row:
+    return replace(row, expected=True, cause=f"{_PASSED}  {row.cause}", full=(_PASSED, *row.full))
 
 
 def _fired_lines(faults: Sequence[Fired]) -> Iterator[str]:

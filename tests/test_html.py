@@ -65,6 +65,13 @@ class TestPage:
         targets = {link["href"].removeprefix("#") for link in Page(rich).all("a")}
         assert targets <= set(ids)
 
+    def test_a_leak_in_a_test_that_passed_is_not_open_and_says_so(self):
+        for outcome, word in (("passed", "leak (expected)"), ("failed", "leak")):
+            entry = sessions.entry("t.py::a", sessions.verdict("leak", size=2), outcome=outcome)
+            page = html.page(sessions.document(entry))
+            assert page.count(f">{word}</span>") == 2
+            assert ("open" in Page(page).all("details")[0]) is (outcome == "failed")
+
     def test_nothing_comes_from_elsewhere(self, rich):
         page = Page(rich)
         assert not {"script", "link", "img", "iframe", "object", "embed"} & {tag for tag, _ in page.elements}

@@ -295,6 +295,33 @@ class TestTerminal:
         document = sessions.document(sessions.entry("t.py::a", sessions.verdict("late")))
         assert report.terminal_lines(document)[0].startswith("LATE! +3 MiB late rank 7 ")
 
+    def test_a_leak_in_a_test_that_passed_was_expected(self):
+        leak, flat = sessions.verdict("leak", size=2), sessions.verdict(size=2)
+        document = sessions.document(
+            sessions.entry("t.py::flat", flat),
+            sessions.entry("t.py::asserts_a_leak", leak, flat, outcome="passed"),
+            sessions.entry("t.py::asserts_growth", sessions.growth(), outcome="passed"),
+            sessions.entry("t.py::late", sessions.verdict("late", size=2)),
+        )
+        lines = report.terminal_lines(document, 80)
+        assert [line.rpartition("::")[2] for line in lines if "t.py" in line and "slowest" not in line] == [
+            *("late", "asserts_a_leak", "asserts_growth", "flat", "asserts_a_leak")
+        ]
+        (leaks,) = (line for line in lines if line.startswith("leak"))
+        assert leaks.startswith("leak (expected) ")
+        assert lines[-1] == "sglmem: 1 LATE, 1 leak expected, 1 growing expected, 2 flat"
+        assert "expected: the test passed" in "\n".join(report.terminal_lines(document, 80, 1))
+        assert "| leak (expected) | +64 MiB a cycle |" in report.github_summary(document)
+
+    @pytest.mark.parametrize("outcome", ["failed", "skipped"])
+    def test_a_leak_in_a_test_that_did_not_pass_was_not(self, outcome):
+        document = sessions.document(sessions.entry("t.py::a", sessions.verdict("leak"), outcome=outcome))
+        assert report.terminal_lines(document, 80, -1) == ["sglmem: 1 LEAK"]
+
+    def test_quiet_is_quiet_about_what_was_expected(self):
+        document = sessions.document(sessions.entry("t.py::a", sessions.verdict("leak"), outcome="passed"))
+        assert report.terminal_lines(document, 80, -1) == []
+
     def test_quiet(self):
         clean = sessions.document(sessions.entry("t.py::a", sessions.verdict("filling")))
         assert report.terminal_lines(clean, 80, -1) == []
