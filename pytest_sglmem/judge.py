@@ -300,9 +300,17 @@ def _began_alike(group: _Group, lag: int) -> bool:
 
 
 def _replaced_by_larger(group: _Group, steps: Sequence[int]) -> bool:
-    """As many blocks, more bytes, by about as much each cycle, and none of the judged cycles' older blocks is left."""
-    even = max(steps) <= 2 * min(steps) + 2 * _UNIT
-    return even and (group.survivors is None or not any(group.survivors[:-1]))
+    """As many blocks, more bytes, by about as much each cycle, and no old block of the judged cycles is left.
+
+    Where several blocks are replaced in turn, some are older than a cycle: a long look allows that.
+    """
+    count = len(group.bytes)
+    old = count // 2 if count >= _LONG else count - 1
+    return _even(steps) and (group.survivors is None or not any(group.survivors[:old]))
+
+
+def _even(steps: Sequence[int]) -> bool:
+    return 0 < min(steps) and max(steps) <= 2 * min(steps) + 2 * _UNIT
 
 
 def _lagged(values: Sequence[int], lag: int) -> list[int]:
@@ -312,6 +320,9 @@ def _lagged(values: Sequence[int], lag: int) -> list[int]:
 def _may_leak(group: _Group) -> bool:
     """Whether more cycles could show that this group leaks, given what these have shown."""
     if _growth(group) is not None:
+        return True
+    replaced = group.blocks is not None and len(set(group.blocks)) == 1 and _even(_lagged(group.bytes, 1))
+    if replaced and len(group.bytes) < _LONG:
         return True
     if group.turned_over or not group.bytes or group.bytes[-1] <= group.bytes[0]:
         return False

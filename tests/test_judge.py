@@ -418,3 +418,10 @@ def test_what_ipc_lost_in_the_warm_up_does_not_count():
 
 def test_what_ipc_lost_at_an_ignored_site_does_not_count():
     assert said(raced([1, 3]), ignore_sites=["in grows"]).verdict == "filling"
+
+
+@pytest.mark.parametrize(("cycles", "word"), [(8, "leak"), (7, "filling")])
+def test_blocks_replaced_in_turn_need_a_long_look(cycles, word):
+    ends = [{GROWS: {at: (1, 512 * (2 * at + 2)), at - 1: (1, 512 * (2 * at + 1))}} for at in range(cycles)]
+    assert said(counted(*ends)).verdict == word
+    assert not settled(counted(*ends), 0, 3)
