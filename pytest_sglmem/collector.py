@@ -30,6 +30,7 @@ class Collector:
         self._entries: dict[str, Test] = {}
         self._machine: dict[str, str] = {}
         self._grown: list[str] = []
+        self._left_out: list[str] = []
         self.proof: dict[str, object] | None = None
         self._baseline = self._load_baseline() if self._writes else None
         for path in settings.report if self._writes else ():
@@ -74,6 +75,7 @@ class Collector:
         document = self.document()
         if self._baseline is not None:
             self._grown = report.compare(document, self._baseline, self._settings.baseline_tolerance)
+            self._left_out = report.not_compared(document, self._baseline)
             if self._grown and session.exitstatus == pytest.ExitCode.OK:
                 session.exitstatus = pytest.ExitCode.TESTS_FAILED
         for path in self._settings.report:
@@ -95,6 +97,8 @@ class Collector:
                 terminalreporter.write_line(line)
         for line in self._grown:
             terminalreporter.write_line(f"baseline: {line}", red=True)
+        for line in self._left_out:
+            terminalreporter.write_line(f"baseline: {line}")
 
 
 def _versions() -> dict[str, str | None]:

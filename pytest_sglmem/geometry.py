@@ -15,6 +15,7 @@ import random
 from dataclasses import dataclass
 
 _ELEMENT_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
+_SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 _DIFFUSERS = "diffusers 0.42.1, "
 
 
@@ -52,9 +53,8 @@ class Geometry:
 
     def __str__(self) -> str:
         heads = f"{self.heads}" if self.heads == self.kv_heads else f"{self.heads}/{self.kv_heads}"
-        return (
-            f"{self.model} {self.video} batch {self.batch}: {self.sequence} x {heads} x {self.head_size} {self.dtype}"
-        )
+        video = f" {self.video}f" * bool(self.video)
+        return f"{self.model}{video} b{self.batch} s{self.sequence} h{heads} d{self.head_size} {_SHORT.get(self.dtype, self.dtype)}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -735,7 +735,7 @@ def _name(fn: object) -> str:
 
 
 def _short(geometry: object, limit: int = 80) -> str:
-    text = " ".join(repr(geometry).split())
+    text = " ".join(str(geometry).split())
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 

@@ -67,6 +67,13 @@ def test_key_and_query_shapes():
     assert "24/8" in str(lumina)
 
 
+def test_it_reads_short_in_a_report():
+    texts = [str(geometry) for geometry in geometries(8, count=30, scale=1)]
+    assert "Lumina-Image 2.0 1024x1024x1f b1 s4096 h24/8 d96 bf16" in texts
+    assert len(set(texts)) == len(texts)
+    assert max(map(len, texts)) <= 60
+
+
 @pytest.mark.parametrize("wrong", [{"world": 0}, {"count": 0}, {"scale": 0}, {"count": 1000}, {"dtype": "int4"}])
 def test_a_wrong_number_is_echoed(wrong):
     ((name, value),) = wrong.items()

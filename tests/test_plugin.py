@@ -361,6 +361,10 @@ def test_a_baseline_that_grew_fails_the_session(pytester):
     grew = pytester.runpytest_subprocess("-k", "test_clean", "--sglmem-baseline", "old.json")
     assert grew.ret == pytest.ExitCode.TESTS_FAILED
     assert "baseline:" in grew.stdout.str()
+    (pytester.path / "old.json").write_text(json.dumps({**report, "tests": []}))
+    new = pytester.runpytest_subprocess("-k", "test_clean", "--sglmem-baseline", "old.json")
+    assert new.ret == 0
+    new.stdout.fnmatch_lines(["baseline: *::test_clean: not compared, it is not in the baseline"])
 
 
 def test_loading_the_plugin_imports_neither_torch_nor_numpy():
