@@ -330,6 +330,8 @@ def _step(path: Sequence[object], at: int) -> tuple[str, int]:
         return f".{_key_of(held, after)}", at + 2
     if after is not None and isinstance(holder, type) and type(held) is dict:
         return f".{_key_of(held, after)}", at + 2
+    if after is not None and isinstance(held, types.FrameType) and _frame_of(holder) is held:  # up to CPython 3.10
+        return f"suspended {_place(held)} -> local {_key_of(_locals(held), after)}", at + 2
     if isinstance(holder, types.FunctionType):
         return _of_function(holder, path, at)
     if isinstance(holder, (list, tuple, deque)):
@@ -364,10 +366,8 @@ def _of_function(function: types.FunctionType, path: Sequence[object], at: int) 
 
 def _of_object(holder: object, held: object) -> str:
     """An attribute that is kept in the instance itself, or the holder's type where the attribute has no name."""
-    frame = next(
-        (f for f in (getattr(holder, n, None) for n in ("gi_frame", "cr_frame", "ag_frame")) if f is not None), None
-    )
-    if isinstance(frame, types.FrameType):
+    frame = _frame_of(holder)
+    if frame is not None:
         return f"suspended {_place(frame)} -> local {_key_of(_locals(frame), held)}"
     for name in _attribute_names(holder):
         try:
@@ -376,6 +376,15 @@ def _of_object(holder: object, held: object) -> str:
         except Exception:  # a property of the user's that raises
             continue
     return f"{type(holder).__module__}.{type(holder).__qualname__}".removeprefix("builtins.")
+
+
+def _frame_of(holder: object) -> types.FrameType | None:
+    """The frame of a generator or coroutine that waits to go on."""
+    if isinstance(holder, types.GeneratorType):
+        return holder.gi_frame
+    if isinstance(holder, types.CoroutineType):
+        return holder.cr_frame
+    return holder.ag_frame if isinstance(holder, types.AsyncGeneratorType) else None
 
 
 def _attribute_names(holder: object) -> Iterator[str]:

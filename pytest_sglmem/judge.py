@@ -310,7 +310,7 @@ def _replaced_by_larger(group: _Group, steps: Sequence[int]) -> bool:
 
 
 def _even(steps: Sequence[int]) -> bool:
-    return 0 < min(steps) and max(steps) <= 2 * min(steps) + 2 * _UNIT
+    return min(steps) > 0 and max(steps) <= 2 * min(steps) + 2 * _UNIT
 
 
 def _lagged(values: Sequence[int], lag: int) -> list[int]:
