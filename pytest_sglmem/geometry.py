@@ -54,7 +54,8 @@ class Geometry:
     def __str__(self) -> str:
         heads = f"{self.heads}" if self.heads == self.kv_heads else f"{self.heads}/{self.kv_heads}"
         video = f" {self.video}f" * bool(self.video)
-        return f"{self.model}{video} b{self.batch} s{self.sequence} h{heads} d{self.head_size} {_SHORT.get(self.dtype, self.dtype)}"
+        dtype = _SHORT.get(self.dtype, self.dtype)
+        return f"{self.model}{video} b{self.batch} s{self.sequence} h{heads} d{self.head_size} {dtype}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -19,6 +20,7 @@ def leaking():
 
     def step(n):
         kept.append(torch.empty(n, dtype=torch.uint8, device="cuda"))
+        print("kept", len(kept))
 
     return step
 
@@ -341,12 +343,21 @@ def test_a_fault_for_a_rank_that_is_not_there_says_so(pytester):
 @pytest.mark.parametrize("dist", ["load", "loadfile"])
 def test_under_xdist_the_controller_has_the_whole_report(pytester, dist):
     pytester.makepyfile(test_worlds=WORLD_TESTS)
-    result, report = run_session(pytester, "-n", "2", "--dist", dist)
+    result, report = run_session(pytester, "-n", "2", "--dist", dist, "--junitxml", "j.xml")
     result.assert_outcomes(passed=4, failed=1, skipped=1)
     assert len(report["tests"]) == 6
     assert by_name(report)["test_leak"]["live_bytes"][0]["verdict"] == "leak"
     assert report["machine"]["device"] == "emulated"
     assert " sglmem " in result.stdout.str()
+    result.stdout.fnmatch_lines(["*rank 0 output*", "kept 4", "*rank 1 output*", "kept 4"])
+    cases = ElementTree.parse(pytester.path / "j.xml").iter("testcase")
+    said = {case.get("name"): {p.get("name"): p.get("value") for p in case.iter("property")} for case in cases}
+    assert said["test_leak"]["sglmem_bytes_per_cycle"] == "512"
+    assert {name: of.get("sglmem_live_bytes") for name, of in said.items() if of} == {
+        "test_leak": "leak",
+        "test_expected_leak": "leak",
+        "test_clean": "flat",
+    }
 
 
 def test_a_baseline_that_grew_fails_the_session(pytester):
