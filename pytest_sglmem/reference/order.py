@@ -188,12 +188,6 @@ class StreamOrder:
         return str(self._board.silent(late))
 
 
-class _Operation(Protocol):
-    """The part of a batch's parameters that one operation is."""
-
-    value: int
-
-
 class _Signals:
     """The stream memory operations: writes of this rank's flag at every peer (`out`), waits for theirs here (`into`).
 
@@ -201,14 +195,14 @@ class _Signals:
     """
 
     def __init__(self, driver: ModuleType, out: Sequence[int], into: Sequence[int]) -> None:
-        self._batch = driver.cuStreamBatchMemOp
+        self._call = driver.cuStreamBatchMemOp
         kinds = driver.CUstreamBatchMemOpType
         write, wait = kinds.CU_STREAM_MEM_OP_WRITE_VALUE_32, kinds.CU_STREAM_MEM_OP_WAIT_VALUE_32
         geq = int(driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ)
-        self._writes = [self._made(driver, "writeValue", write, address, 0) for address in out]
-        self._waits = [self._made(driver, "waitValue", wait, address, geq) for address in into]
-        self._own = [self._made(driver, "writeValue", write, address, 0) for address in into]
-        self._both = self._writes + self._waits
+        writes = [_operation(driver, "writeValue", write, address, 0) for address in out]
+        waits = [_operation(driver, "waitValue", wait, address, geq) for address in into]
+        own = [_operation(driver, "writeValue", write, address, 0) for address in into]
+        self._writes, self._waits, self._own, self._both = map(_Batch.of, (writes, waits, own, writes + waits))
 
     def post(self, stream: int, message: int) -> None:
         """Write `message` at every peer, behind what `stream` holds."""
@@ -226,19 +220,39 @@ class _Signals:
         """Write here what the peers have not written, so that waiting streams go on."""
         self._run(stream, message, self._own)
 
-    def _run(self, stream: int, message: int, operations: list[tuple[object, _Operation]]) -> None:
-        if not operations:
-            return
-        for _, operation in operations:
-            operation.value = message & _MASK
-        _ok(self._batch(stream, len(operations), [whole for whole, _ in operations], 0))
+    def _run(self, stream: int, message: int, batch: _Batch) -> None:
+        wholes, parts = batch
+        if wholes:
+            value = message & _MASK
+            for part in parts:
+                part.value = value
+            _ok(self._call(stream, len(wholes), wholes, 0))
 
-    @staticmethod
-    def _made(driver: ModuleType, name: str, kind: object, address: int, flags: int) -> tuple[object, _Operation]:
-        whole = driver.CUstreamBatchMemOpParams()
-        operation = getattr(whole, name)
-        operation.operation, operation.address, operation.flags = kind, address, flags
-        return whole, operation
+
+class _Batch(NamedTuple):
+    """The parameters of one driver call, and the part of each that holds its value."""
+
+    wholes: list[object]
+    parts: list[_Valued]
+
+    @classmethod
+    def of(cls, operations: Iterable[tuple[object, _Valued]]) -> _Batch:
+        """The batch of these operations, in this order."""
+        pairs = list(operations)
+        return cls([whole for whole, _ in pairs], [part for _, part in pairs])
+
+
+class _Valued(Protocol):
+    """A write or a wait: what differs from call to call is its value."""
+
+    value: int
+
+
+def _operation(driver: ModuleType, name: str, kind: object, address: int, flags: int) -> tuple[object, _Valued]:
+    whole = driver.CUstreamBatchMemOpParams()
+    part = getattr(whole, name)
+    part.operation, part.address, part.flags = kind, address, flags
+    return whole, part
 
 
 class Watch:
