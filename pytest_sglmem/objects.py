@@ -88,6 +88,7 @@ class GcTracked:
         self._record = record
         self._ignored = tuple(ignore_types)
         self._clock = clock
+        heap.by_type()  # its first use fills caches of abstract classes, which are objects
         self._first = FullPause(heap.settle(clock), heap.walked())
 
     def count(self) -> int:

@@ -53,7 +53,7 @@ def growers(new: Collection[int], append: object = None) -> tuple[str, ...]:
     search.run()
     best = sorted(search.found, key=lambda grower: -grower.objects)[:_MOST]
     lines = [search.chain(grower) for grower in best if grower.objects >= _SHARE * len(new)]
-    return tuple(lines) or tuple(_unrooted(search.new))
+    return tuple(lines or list(_unrooted(search.new)))  # not tuple(generator): get_referrers would see it unfinished
 
 
 class _Search:
