@@ -15,6 +15,7 @@ from .records import Growth, IpcFault, Mechanism, SiteVerdict, Verdict
 _BARS = "▁▂▃▄▅▆▇█"
 _WIDTH = 80
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
+_ROWS = 8  # ranks that have a row each where they differ
 _CALLERS = 4  # lines of a stack that are shown under the user's own
 _BECAUSE: Mapping[Mechanism, str] = {
     "retained": "a Python object keeps the tensor",
@@ -160,17 +161,22 @@ def _beside(verdict: Verdict) -> Iterator[str]:
 
 
 def _series(settled: Sequence[Sequence[int]]) -> Iterator[str]:
-    """Aligned rows of settled bytes, one for all ranks that say the same."""
-    alike: dict[tuple[int, ...], list[int]] = {}
-    for rank, values in enumerate(settled):
-        if values:
-            alike.setdefault(tuple(values), []).append(rank)
-    if not alike:
+    """Aligned rows of settled bytes: one where all ranks say the same; where they differ a row a rank, so that each can
+    be found by its number, or in a large world one for all that say the same.
+    """
+    told = {rank: tuple(values) for rank, values in enumerate(settled) if values}
+    if not told:
         return
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for rank, values in told.items():
+        alike.setdefault(values, []).append(rank)
+    rows = [(who, values) for values, who in alike.items()]
+    if len(alike) > 1 and len(told) <= _ROWS:
+        rows = [([rank], values) for rank, values in told.items()]
     unit, factor, digits = _unit(settled)
-    labels = [ranks(who) for who in alike.values()]
+    labels = [ranks(who) for who, _ in rows]
     margin = max(len(label) for label in labels) + 2
-    cells = [[f"{value / factor:.{digits}f}" for value in values] for values in alike]
+    cells = [[f"{value / factor:.{digits}f}" for value in values] for _, values in rows]
     wide = max(len(cell) for row in cells for cell in row) + 2
     room = max(3, (_WIDTH - margin) // wide)
     yield f"  settled {unit} at the ends of the cycles"
