@@ -1,7 +1,7 @@
 """The device a test runs on: the emulated one always, and a real GPU where this machine has one.
 
-A test that takes `cuda_device` is an ordinary CUDA program whose expectations are what a GPU gives; so the emulated device
-is held to them. `python -m pytest tests/test_emulated.py -k real` on a GPU machine shows that the expectations are true.
+A test that takes `cuda_device` is an ordinary CUDA program whose expectations are what a GPU gives; so the emulated
+device is held to them. `python -m pytest tests/test_emulated.py -k real` on a GPU machine shows that they are true.
 """
 
 from __future__ import annotations

@@ -12,8 +12,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from cuda_device import Grown, cuda_device, two_devices  # noqa: E402, F401
+import cuda_device as devices  # noqa: E402
+from cuda_device import Grown  # noqa: E402
 
+cuda_device, two_devices = devices.cuda_device, devices.two_devices
 KIB, MIB = 1 << 10, 1 << 20
 pytestmark = pytest.mark.usefixtures("cuda_device")
 
@@ -88,9 +90,9 @@ def test_the_default_device():
 
 
 def test_a_device_that_is_not_there(cuda_device):
-    with pytest.raises((RuntimeError, AssertionError), match="invalid device ordinal|Invalid device"):
+    with pytest.raises((RuntimeError, AssertionError), match=r"invalid device ordinal|Invalid device"):
         torch.empty(1, device=f"cuda:{cuda_device}")
-    with pytest.raises((RuntimeError, AssertionError), match="invalid device ordinal|Invalid device"):
+    with pytest.raises((RuntimeError, AssertionError), match=r"invalid device ordinal|Invalid device"):
         torch.cuda.set_device(cuda_device)
 
 
@@ -160,7 +162,7 @@ def test_numpy_wants_the_cpu():
     ],
 )
 def test_devices_do_not_mix(mix):
-    with pytest.raises(RuntimeError, match="same device|out device|on the same|Expected.*device"):
+    with pytest.raises(RuntimeError, match=r"same device|out device|on the same|Expected.*device"):
         mix(torch.ones(2, 2, device="cuda"), torch.ones(2, 2))
 
 

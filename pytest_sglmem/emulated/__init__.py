@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -84,6 +84,16 @@ class Emulation:
     def own(self, storage: torch.UntypedStorage, index: int) -> None:
         """The storage belongs to device `index` from now on."""
         self.memory.own(storage, index, self.stream_number(index))
+
+    def aimed(self, target: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call `function`; what it makes belongs to `target`, whatever its operators say."""
+        self.cover_thread()
+        thread = self.thread
+        before, thread.target = thread.target, target
+        try:
+            return function(*args, **kwargs)
+        finally:
+            thread.target = before
 
     def record_stream(self, tensor: torch.Tensor, stream: Any) -> None:
         """`Tensor.record_stream`: the block waits for that stream when it is freed."""

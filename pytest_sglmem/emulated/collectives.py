@@ -12,6 +12,7 @@ import ctypes
 import functools
 import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +31,7 @@ class Collectives:
     """The collectives of one process: what is under way, and which groups were made with nccl."""
 
     def __init__(self, emulation: Emulation) -> None:
+        self._emulation = emulation
         self._memory = emulation.memory
         self._under_way: list[tuple[Any, list[torch.Tensor]]] = []
         self.nccl: set[str] = set()
@@ -52,6 +54,11 @@ class Collectives:
         if self._under_way:
             self._under_way = [(work, held) for work, held in self._under_way if not work.is_completed()]
 
+    def _made_by_torch(self, tensor: torch.Tensor) -> bool:
+        """Whether torch's C++ made it in the call that is under way: there it would be on the device."""
+        mode = self._emulation.thread.mode
+        return mode is not None and mode.composites.knows(tensor)
+
     def _hold(self, answer: Any, held: list[torch.Tensor]) -> None:
         work = torch.distributed.Work.unbox(answer[-1] if isinstance(answer, tuple) else answer)
         if not work.is_completed():
@@ -73,8 +80,29 @@ class Collectives:
         group = next((value for value in args if isinstance(value, torch.ScriptObject) and _is_group(value)), None)
         if group is None or torch.distributed.ProcessGroup.unbox(group).group_name not in self.nccl:
             return
-        if any(self._memory.find(tensor) is None for tensor in _tensors(args)):
+        if any(self._memory.find(one) is None and not self._made_by_torch(one) for one in _tensors(args)):
             raise RuntimeError("No backend type associated with device type cpu")
+
+
+def _install_reducer(patches: Patches, emulation: Emulation) -> None:
+    """The buckets that DistributedDataParallel makes in C++ belong to the device of its parameters."""
+    cls = getattr(torch.distributed, "Reducer", None)
+    if cls is None:
+        return
+    begin, rebuild = cls.__init__, cls._rebuild_buckets
+
+    def __init__(self: Any, parameters: Any, *args: Any, **kwargs: Any) -> None:
+        owned = emulation.memory.find(parameters[0]) if parameters else None
+        if owned is None:
+            begin(self, parameters, *args, **kwargs)
+        else:
+            emulation.aimed(owned.index, begin, self, parameters, *args, **kwargs)
+
+    def _rebuild_buckets(self: Any) -> Any:
+        return emulation.aimed(emulation.thread.device, rebuild, self)
+
+    patches.set(cls, "__init__", __init__)
+    patches.set(cls, "_rebuild_buckets", _rebuild_buckets)
 
 
 def _is_group(value: Any) -> bool:
@@ -96,6 +124,14 @@ def without_owning(tensor: torch.Tensor) -> torch.Tensor:
     return bare.set_(flat.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
+@functools.lru_cache(maxsize=1)
+def distributed_modules(loaded: int) -> tuple[ModuleType, ...]:
+    """The modules of torch.distributed, of `loaded` modules in all. A fork server asks once, for all ranks: to look at
+    every module touches a page for each of their names, 7 MB that a rank would no longer share.
+    """
+    return tuple(m for key, m in sys.modules.items() if key.startswith("torch.distributed") and m is not None)
+
+
 def install(patches: Patches, emulation: Emulation) -> None:
     """Let process groups be asked for with nccl until `patches` are undone."""
     if not torch.distributed.is_available():
@@ -106,7 +142,7 @@ def install(patches: Patches, emulation: Emulation) -> None:
     def replace(name: str, make: Callable[[Any], Any]) -> None:
         real = getattr(c10d, name)
         fake = functools.wraps(real)(make(real))
-        for module in [m for key, m in sys.modules.items() if key.startswith("torch.distributed") and m is not None]:
+        for module in distributed_modules(len(sys.modules)):
             if vars(module).get(name) is real:
                 patches.set(module, name, fake)
 
@@ -157,6 +193,7 @@ def install(patches: Patches, emulation: Emulation) -> None:
     for name, wrap in (("_get_object_coll_device", str), ("_get_pg_default_device", torch.device)):
         if hasattr(c10d, name):
             replace(name, object_device(wrap))
+    _install_reducer(patches, emulation)
     patches.set(torch._C, "_nccl_version", lambda: NCCL_VERSION)
     patches.set(torch._C, "_nccl_version_suffix", lambda: b"")
     for module in (torch.distributed, c10d):

@@ -46,18 +46,19 @@ class Composites:
 
     def derive(self, inputs: Iterable[torch.Tensor], answer: object) -> None:
         """`answer` was computed from CPU tensors: where one of them may join a device, so may it."""
-        if self._made and any(self._knows(tensor) for tensor in inputs) and self._call == _call():
+        if self._made and any(self.knows(tensor) for tensor in inputs) and self._call == _call():
             for tensor in answer if isinstance(answer, (list, tuple)) else (answer,):
                 self.remember(tensor)
 
     def take(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` may join a device now. It is asked once."""
-        if not self._knows(tensor) or self._call != _call():
+        if not self.knows(tensor) or self._call != _call():
             return False
         del self._made[storage_of(tensor)._cdata]
         return True
 
-    def _knows(self, tensor: torch.Tensor) -> bool:
+    def knows(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` may join a device, as far as its storage tells."""
         if tensor.layout is not torch.strided:
             return False
         storage = storage_of(tensor)

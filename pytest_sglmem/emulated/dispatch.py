@@ -149,7 +149,7 @@ class Accounting(TorchDispatchMode):
         self._thread: PerThread = emulation.thread
         self._where = emulation.memory.where
         self._plans = plans
-        self._composites = Composites()
+        self.composites = Composites()
         self.open = True
 
     @classmethod
@@ -194,10 +194,10 @@ class Accounting(TorchDispatchMode):
             if plan.generator and kwargs.get("generator") is not None:
                 self._emulation.generators.check(kwargs["generator"], "cpu")
             answer = func(*args, **kwargs)
-            if here is None and asked == CPU and "pin_memory" not in kwargs:
-                self._composites.remember(answer)
-            elif self._composites.open:
-                self._composites.derive(_tensors(args, kwargs), answer)
+            if here is None and "pin_memory" not in kwargs:
+                self.composites.remember(answer)
+            elif self.composites.open:
+                self.composites.derive(_tensors(args, kwargs), answer)
             return answer
         if plan.generator:
             kwargs = self._with_generator(kwargs, index)
@@ -290,7 +290,7 @@ class Accounting(TorchDispatchMode):
         for tensor, index in found:
             if index == here or (index == CPU and not tensor.dim() and id(tensor) not in written):
                 continue
-            if index == CPU and self._composites.take(tensor):
+            if index == CPU and self.composites.take(tensor):
                 self._memory.own(storage_of(tensor), here, self._stream(here))
                 continue
             raise RuntimeError(_mixed(plan, index, here))

@@ -88,7 +88,7 @@ SUPPORTED: dict[str, str] = {
         (
             *("torch.cuda.get_device_properties", "torch.cuda.get_device_name", "torch.cuda.get_device_capability"),
             *("torch.cuda.get_arch_list", "torch.cuda.get_gencode_flags", "torch.cuda.is_bf16_supported"),
-            *("torch.cuda.is_tf32_supported", "torch.accelerator.get_device_capability"),
+            "torch.cuda.is_tf32_supported",
         ),
         "a Hopper-like device (9.0) that calls itself emulated",
     ),

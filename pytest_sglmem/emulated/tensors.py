@@ -6,7 +6,6 @@ answered at class level: it holds in every thread, hook and mode. A move between
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +13,6 @@ import torch
 from . import factories, storages
 from .memory import CPU, Memory, Owned, storage_of
 from .patches import Patches, named
-from .threads import PerThread
 
 if TYPE_CHECKING:
     from . import Emulation
@@ -36,7 +34,6 @@ class Moves:
     def __init__(self, emulation: Emulation) -> None:
         self._memory: Memory = emulation.memory
         self._emulation = emulation
-        self._thread: PerThread = emulation.thread
         self._to = torch.Tensor.to
 
     def to(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -59,17 +56,7 @@ class Moves:
 
     def copy(self, tensor: torch.Tensor, target: int, dtype: torch.dtype, **rest: Any) -> torch.Tensor:
         """A copy on `target`."""
-        return self.aimed(target, self._to, tensor, dtype, copy=True, **rest)
-
-    def aimed(self, target: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call `function`; what it makes belongs to `target`, whatever its operators say."""
-        self._emulation.cover_thread()
-        thread = self._thread
-        before, thread.target = thread.target, target
-        try:
-            return function(*args, **kwargs)
-        finally:
-            thread.target = before
+        return self._emulation.aimed(target, self._to, tensor, dtype, copy=True, **rest)
 
     def adopt(self, tensor: torch.Tensor, index: int) -> torch.Tensor:
         """A tensor that nobody has seen yet belongs to `index`: no copy."""
@@ -219,7 +206,7 @@ def _install_tensor(patches: Patches, emulation: Emulation, moves: Moves) -> Non
         return (
             real_new(self, *args, **kwargs)
             if owned is None
-            else moves.aimed(owned.index, real_new, self, *args, **kwargs)
+            else emulation.aimed(owned.index, real_new, self, *args, **kwargs)
         )
 
     patches.set(cls, "new_tensor", named(new_tensor, cls.new_tensor))

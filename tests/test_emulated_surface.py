@@ -1,0 +1,289 @@
+"""What only the emulated device has: entry and exit, refusals, threads, finalizers, forks, and its published list."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import threading
+import types
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from pytest_sglmem.emulated import current, emulated_cuda, refused, supported  # noqa: E402
+
+MIB = 1 << 20
+CLASSES = (torch.Tensor, torch.UntypedStorage, torch.TypedStorage, threading.Thread, torch.autocast)
+
+
+def everything():
+    """Each attribute of each loaded torch module and of the classes that are patched."""
+    modules = [module for name, module in sys.modules.items() if name.split(".")[0] == "torch" and module is not None]
+    owners = [*modules, torch._C, torch._C._nn, *CLASSES]
+    return {(id(owner), name): value for owner in owners for name, value in list(vars(owner).items())}
+
+
+def test_exit_puts_everything_back():
+    with emulated_cuda():  # what torch loads on first use is loaded now
+        torch.nn.Linear(2, 2).cuda()(torch.ones(2, device="cuda")).sum().backward()
+    before = everything()
+    with emulated_cuda(2), torch.autocast("cuda", dtype=torch.bfloat16):
+        torch.ones(2, 2, device="cuda").softmax(-1)
+        assert torch.cuda.is_available()
+    after = everything()
+    # Not ours: the dispatch modes' own bookkeeping, a new value of an equal kind.
+    changed = {name for key, value in before.items() if after.get(key, None) is not value for name in [key[1]]}
+    assert changed <= {"_is_in_torch_dispatch_mode", "_stance"}
+    assert after.keys() == before.keys()
+    assert not hasattr(torch._C, "_cuda_memoryStats") or torch.version.cuda
+
+
+def test_exit_after_an_error_puts_everything_back():
+    before = everything()
+    with pytest.raises(ZeroDivisionError), emulated_cuda():
+        torch.ones(1 // int(torch.zeros(1, device="cuda").item()))
+    after = everything()
+    assert {key for key in before if after.get(key) is not before[key]} == set()
+    assert current() is None
+
+
+def test_what_is_left_after_exit_is_the_cpus():
+    with emulated_cuda():
+        left = torch.ones(3, device="cuda")
+    assert left.device.type == "cpu"
+    assert (left + torch.ones(3)).tolist() == [2, 2, 2]
+    del left
+
+
+def test_entered_again_it_is_the_same_one():
+    with emulated_cuda(2) as outer:
+        with emulated_cuda(1) as inner:
+            assert inner is outer
+            assert torch.cuda.device_count() == 2
+        assert current() is outer
+        with (
+            pytest.raises(ValueError, match=r"an emulation of 2 devices is on already \(asked for 3\)"),
+            emulated_cuda(3),
+        ):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [({"devices": 0}, r"devices must be >= 1 \(got 0\)"), ({"memory": 0}, r"memory must be .* \(got 0\)")],
+)
+def test_wrong_arguments(wrong, said):
+    with pytest.raises(ValueError, match=said), emulated_cuda(**wrong):
+        pass
+
+
+def test_the_memory_is_as_large_as_asked():
+    with emulated_cuda(memory=64 * MIB):
+        kept = torch.empty(44 * MIB, dtype=torch.uint8, device="cuda")
+        torch.empty(20 * MIB, dtype=torch.uint8, device="cuda")
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            torch.empty(20 * MIB + 1, dtype=torch.uint8, device="cuda")
+        assert str(caught.value).startswith(
+            "CUDA out of memory. Tried to allocate 22.00 MiB. "
+            "GPU 0 has a total capacity of 64.00 MiB of which 20.00 MiB is free."
+        )
+        with pytest.raises(torch.OutOfMemoryError):
+            kept.repeat(2)
+        assert torch.cuda.memory_allocated() == 44 * MIB
+
+
+# -- never a wrong answer ----------------------------------------------------------------------------------------------
+
+
+def test_every_public_name_is_emulated_or_raises_with_its_name():
+    names = refused()
+    assert {"torch.cuda.CUDAGraph", "torch.cuda.MemPool", "torch.cuda.utilization", "torch.cuda.cudart"} <= set(names)
+    with emulated_cuda():
+        for name in names:
+            owner: object = torch
+            for part in name.split(".")[1:]:
+                owner = getattr(owner, part)
+            with pytest.raises(NotImplementedError, match=name):
+                owner()
+
+
+def test_the_published_list_names_what_is_there():
+    listed = supported()
+    assert listed["torch.cuda.memory_allocated"]
+    assert not set(listed) & set(refused())
+    for name in listed:
+        owner: object = torch
+        for part in name.split(".")[1:]:
+            owner = getattr(owner, part)
+        assert not isinstance(owner, types.ModuleType)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_every_listed_name_that_needs_no_argument_answers():
+    arguments = {
+        *("set_device", "set_stream", "can_device_access_peer", "set_rng_state", "set_rng_state_all", "manual_seed"),
+        *("manual_seed_all", "device", "device_of", "ExternalStream", "StreamContext", "stream", "device_index"),
+        *("get_stream_from_external", "set_per_process_memory_fraction", "set_device_idx", "set_device_index"),
+        *("CudaError", "range_push", "range_start", "range_end", "mark", "range"),
+    }
+    with emulated_cuda():
+        for name in supported():
+            *path, last = name.split(".")[1:]
+            if last in arguments or "comm" in path:
+                continue
+            owner: object = torch
+            for part in [*path, last]:
+                owner = getattr(owner, part)
+            owner()
+
+
+def test_a_refused_class_is_still_a_class():
+    with emulated_cuda():
+        assert not isinstance(3, torch.cuda.CUDAGraph)
+
+
+def test_device_memory_is_not_handed_out():
+    with emulated_cuda():
+        made = torch.ones(2, device="cuda")
+        with pytest.raises(NotImplementedError, match="__dlpack__"):
+            torch.from_dlpack(made)
+        with pytest.raises(NotImplementedError, match="__cuda_array_interface__"):
+            made.__cuda_array_interface__
+        assert torch.from_dlpack(torch.ones(2)).tolist() == [1, 1]
+
+
+def test_autocast_casts_as_cuda_does():
+    functional = torch.nn.functional
+    with emulated_cuda():
+        linear, given = torch.nn.Linear(4, 4).cuda(), torch.randn(2, 4, device="cuda")
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            out = linear(given)
+            found = [out, given @ given.T, out.softmax(-1), torch.exp(out), functional.layer_norm(out, (4,)), out.sum()]
+            found += [out + given, torch.cat([out, given]), torch.relu(out), out.pow(2)]
+            with torch.autocast("cuda", enabled=False):
+                found.append(given @ given.T)
+        half, full = torch.bfloat16, torch.float32
+        assert [one.dtype for one in found] == [half, half, full, full, full, full, full, full, half, full, full]
+        assert not torch.is_autocast_enabled("cpu")
+        out.float().sum().backward()
+        assert linear.weight.grad.dtype == full
+        assert torch.exp(out).dtype == half
+
+
+def test_compiled_code_runs_as_it_is_written():
+    with emulated_cuda():
+        doubled = torch.compile(lambda x: x * 2 + torch.ones(3, device="cuda"))
+        out = doubled(torch.ones(3, device="cuda"))
+        assert out.is_cuda
+        assert out.tolist() == [3, 3, 3]
+        assert torch.cuda.memory_allocated() == 512
+
+
+# -- deaths, finalizers, threads ---------------------------------------------------------------------------------------
+
+
+def test_a_finalizer_may_allocate_while_an_allocation_is_counted():
+    """The cyclic collector can run inside the allocator, and a finalizer there can do anything, with the lock held."""
+    with emulated_cuda() as emulation:
+        kept = []
+
+        class Reluctant:
+            def __del__(self):
+                kept.append(torch.ones(128, device="cuda"))
+
+        victim = [Reluctant()]
+        with emulation.memory.locked():
+            victim.clear()
+            assert len(kept) == 1
+        assert torch.cuda.memory_allocated() == 512
+        kept.clear()
+        assert torch.cuda.memory_allocated() == 0
+
+
+def test_a_death_while_numbers_are_read_is_counted_after():
+    with emulated_cuda() as emulation:
+        made = [torch.ones(128, device="cuda")]
+        with emulation.memory.locked():
+            made.clear()
+        assert torch.cuda.memory_allocated() == 0
+
+
+def test_a_thread_that_ran_before_is_covered_from_its_first_cuda_call():
+    asked, answer = threading.Event(), []
+
+    def work():
+        asked.wait()
+        torch.cuda.set_device(0)
+        given = torch.ones(128, device="cuda")
+        answer.append(given + 1)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    with emulated_cuda():
+        asked.set()
+        thread.join()
+        assert answer[0].is_cuda
+        assert torch.cuda.memory_allocated() == 512
+        answer.clear()
+        assert torch.cuda.memory_allocated() == 0
+
+
+def test_a_thread_that_outlives_the_emulation_is_left_alone():
+    begun, over, answer = threading.Event(), threading.Event(), []
+
+    def work():
+        torch.ones(2, device="cuda")
+        begun.set()
+        over.wait()
+        answer.append(torch.ones(2) + 1)
+
+    with emulated_cuda():
+        thread = threading.Thread(target=work)
+        thread.start()
+        begun.wait()
+    over.set()
+    thread.join()
+    assert answer[0].tolist() == [2, 2]
+
+
+def test_many_threads_leave_the_books_balanced():
+    with emulated_cuda():
+
+        def work():
+            for size in range(1, 200):
+                (torch.empty(size * 100, device="cuda") + 1).sum()
+
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        gc.collect()
+        stats = torch.cuda.memory_stats()
+        assert stats["allocated_bytes.all.current"] == 0
+        assert stats["allocation.all.current"] == 0
+        assert stats["allocation.all.allocated"] == stats["allocation.all.freed"] > 0
+
+
+def test_a_forked_process_has_no_device():
+    with emulated_cuda():
+        kept = torch.ones(2, device="cuda")
+        child = os.fork()
+        if child == 0:
+            try:
+                torch.cuda.synchronize()
+            except RuntimeError as error:
+                os._exit(7 if "Cannot re-initialize CUDA in forked subprocess" in str(error) else 8)
+            os._exit(9)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        assert kept.is_cuda
+
+
+def test_the_cpu_is_left_alone():
+    with emulated_cuda():
+        (torch.ones(1000) + 1).sum()
+        torch.nn.Linear(10, 10)(torch.ones(10)).sum().backward()
+        assert torch.cuda.memory_allocated() == 0
+        assert torch.cuda.max_memory_allocated() == 0
