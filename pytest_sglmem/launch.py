@@ -600,6 +600,10 @@ def serve(fd: str, folder: str, path: str, *preload: str) -> None:
             importlib.import_module(name)
         except ImportError as error:
             raise SystemExit(f"a world needs {name}: {error}") from error
+    if "pytest_sglmem.emulated" in preload:
+        from .emulated.collectives import distributed_modules
+
+        distributed_modules(len(sys.modules))
     # Ranks share these pages: a collection in a rank neither walks nor copies them. No collection before: it would
     # leave holes in them, which ranks then fill, a copied page for each (6 MB a rank more).
     gc.freeze()

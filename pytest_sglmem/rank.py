@@ -107,7 +107,6 @@ def take_over(setting: Setting) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with contextlib.suppress(FileNotFoundError):
         os.chdir(setting.cwd)
-    importlib.invalidate_caches()
 
 
 def _run_exit_functions() -> None:
@@ -279,8 +278,8 @@ class Rank:
         raised: RaisedText | None = None
         with warnings.catch_warnings(record=True) as given:
             if self._filters is not None:
-                warnings.filters[:] = self._filters  # type: ignore[index]
-                warnings._filters_mutated() if hasattr(warnings, "_filters_mutated") else None
+                warnings.resetwarnings()  # also forgets which warnings were said already
+                warnings.filters.extend(self._filters)  # type: ignore[attr-defined]
             try:
                 value = dump_result(call(*body))
             except BaseException as error:
