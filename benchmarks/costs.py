@@ -37,7 +37,7 @@ def costs(rank: int, mib: float) -> list[tuple[str, float, float]]:
     signals = order._signals
     event, other = torch.cuda.Event(), torch.cuda.Stream()
     code = Plan("exchange", send.numel(), send.dtype).code()
-    rows, chunks = route.rows, send.view(torch.int16).unbind(0)
+    rows, chunks = route.rows, send.unbind(0)
 
     def post():
         ulysses._board.post(code)
@@ -59,10 +59,9 @@ def costs(rank: int, mib: float) -> list[tuple[str, float, float]]:
         "key": lambda: ulysses._key(send),
         "board.post": post,
         "view of the result": lambda: staging.mine[0].view(send.shape),
-        "chunks": lambda: send.view(torch.int16).view(2, -1).unbind(0),
+        "chunks": lambda: send.view(2, -1).unbind(0),
         "memcpy here": lambda: driver.cuMemcpyDtoDAsync(here, source, size, stream),
         "memcpy to the peer": lambda: driver.cuMemcpyDtoDAsync(away, source, size, stream),
-        "memcpyAsync to the peer": lambda: driver.cuMemcpyAsync(away, source, size, stream),
         "copy_ here": lambda: rows[own].copy_(chunks[own]),
         "copy_ to the peer": lambda: rows[peer].copy_(chunks[peer]),
         "foreach_copy_ of both": lambda: torch._foreach_copy_(rows, chunks),

@@ -123,11 +123,9 @@ def main() -> None:
     parser.add_argument("--order", default="auto", choices=["auto", "stream", "host"])
     parser.add_argument("--link", type=float, default=450.0, help="GB/s one way")
     parser.add_argument("--aside-from", type=int, help="try another StreamOrder.aside_from, in bytes")
-    parser.add_argument("--fused-below", type=int, help="try another StreamOrder.fused_below, in bytes")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    given = {"aside_from": args.aside_from, "fused_below": args.fused_below}
-    tuning = {name: value for name, value in given.items() if value is not None}
+    tuning = {} if args.aside_from is None else {"aside_from": args.aside_from}
     ranks = on_ranks(measure, args.ranks, args.mib, args.repeats, args.order, tuning, device="cuda")
     rows = table(ranks, args.link)
     first = ranks[0]

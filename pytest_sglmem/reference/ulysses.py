@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.multiprocessing import reductions
 
 from .board import Board, PeerSilent, Plan, PlanMismatch
-from .order import HostOrder, Route, StreamOrder, as_bits, can_order_on_device
+from .order import HostOrder, Route, StreamOrder, can_order_on_device
 
 __all__ = ["PeerSilent", "PlanMismatch", "UlyssesAllToAll"]
 _DEVICE_ARGUMENT = 6  # of rebuild_cuda_tensor: the same in every torch from 1.10 to 2.14
@@ -159,7 +159,7 @@ class UlyssesAllToAll:
             for group in range(groups):
                 self._send_in(split, group, pool, q, k, v)
                 order.post(first + group)
-        outs = []
+        outs = []  # held until `rejoin`
         for group in range(groups):
             order.wait(first + group)
             out = attend(*(split.whole(mine, part, group) for part in "qkv"))
@@ -168,7 +168,7 @@ class UlyssesAllToAll:
                 self._send_out(split, group, pool, out)
                 order.post(first + groups + group)
         order.wait(first + 2 * groups - 1)
-        order.rejoin(*outs)
+        order.rejoin()
         result = split.together(mine, torch.empty_like(q))
         self._message = first + 2 * groups
         order.post(self._message)
@@ -240,7 +240,7 @@ class UlyssesAllToAll:
         # Each rank begins with its neighbour: were all to begin with rank 0, its link would be full, the others idle.
         ranks = [(self.rank + step) % self.world for step in range(1, self.world + 1)]
         ways = tuple((rank, rows[rank].data_ptr()) for rank in ranks)
-        return Route(tuple(map(as_bits, rows)), ways, rows[0].numel() * rows[0].itemsize)
+        return Route(tuple(rows), ways, rows[0].numel() * rows[0].itemsize)
 
     def _pool(self, split: _Split, dtype: torch.dtype) -> _Pool:
         elements, pool = split.elements, self._pools.get(dtype)
