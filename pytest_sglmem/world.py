@@ -553,12 +553,14 @@ class World:
         ended = [f"rank {rank} {_ending(code)}" for rank, code in current.died.items()]
         put_away = f"{ranks_text(tuple(sorted(current.waiting)))} put away" if current.waiting else ""
         self._why_broken = f"in {current.what}: " + ", ".join([*ended, *([put_away] if put_away else [])])
-        self._put_away(current.waiting)
+        for rank in current.waiting:  # told to end now, waited for (and killed) at the end of the world: no test waits
+            self._processes[rank].signal(signal.SIGTERM)
+            self._ended[rank] = "put away"
 
     def _abandon(self, why: str, *, quick: bool = False) -> None:
         """Nobody waits for these ranks any more."""
         self._why_broken = self._why_broken or why
-        self._put_away(self._alive(), term_limit=0.0 if quick else TERM_LIMIT)
+        self._put_away(self._processes, term_limit=0.0 if quick else TERM_LIMIT)
 
     def _put_away(self, ranks: Iterable[int], *, term_limit: float = TERM_LIMIT) -> None:
         """Terminate, wait, kill, wait; then a warning that names who is left."""

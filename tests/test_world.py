@@ -779,6 +779,7 @@ def test_a_rank_that_ignores_sigterm_is_killed(start):
     (pid,) = world.run(os.getpid)
     with pytest.raises(RankSilent):
         world.run(stubborn)
+    world.close()
     assert not Path(f"/proc/{pid}").exists()
 
 
