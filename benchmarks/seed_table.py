@@ -172,7 +172,7 @@ def line(row: dict, code: str) -> str:
     top = max(said["share"].items(), key=lambda item: item[1], default=("-", 0.0))
     return (
         f"{row['kind']:7}{code:7}{live[SETTLED - 1] / 2**20:10.1f}{live[-1] / 2**20:10.1f}"
-        f"{(live[-1] - live[SETTLED - 1]) / 2**20 / (len(live) - SETTLED):10.2f}"
+        f"{(live[-1] - live[SETTLED - 1]) / 2**20 / (len(live) - SETTLED):10.3f}"
         f"{statistics.median(said['ms'][SETTLED:]):10.1f}   {row['same_outputs']}/{row['requests']}   "
         f"{top[1]:.0%} {top[0]}"
     )
@@ -191,9 +191,10 @@ def main() -> None:
     args = parser.parse_args()
     scale = args.scale or (8 if args.device == "cuda" else 512)
     table = geometries(args.ranks, count=20, scale=scale, seed=args.seed)
+    middle = sorted(table, key=lambda geometry: geometry.query_bytes(args.ranks))[len(table) // 2]
     rows = [
         compare("varied", [table[i % len(table)] for i in range(args.varied)], args.ranks, scale, args.device),
-        compare("fixed", [table[0]] * args.fixed, args.ranks, scale, args.device),
+        compare("fixed", [middle] * args.fixed, args.ranks, scale, args.device),
     ]
     print(f"{args.ranks} ranks, {rows[0]['device']}, torch {rows[0]['torch']}, sequence lengths 1/{scale}")
     print(f"live MiB of all ranks: after request {SETTLED}, at the end, growth a request; median ms a request;")
