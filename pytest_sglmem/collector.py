@@ -92,7 +92,7 @@ class Collector:
         width = config.get_terminal_writer().fullwidth
         lines = report.terminal_lines(self.document(), width, config.get_verbosity())
         if lines:
-            terminalreporter.section("sglmem")
+            terminalreporter.write_sep("=", "sglmem")
             for line in lines:
                 terminalreporter.write_line(line)
         for line in self._grown:
