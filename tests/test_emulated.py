@@ -120,6 +120,17 @@ def test_a_move_between_devices_is_a_copy(two_devices):
     assert torch.cuda.memory_allocated(1) >= 512
 
 
+def test_lists_over_several_devices(two_devices):
+    made = [torch.ones(2, device="cuda:0"), torch.ones(2, device="cuda:1")]
+    assert [one.device.index for one in torch._foreach_add(made, 1.0)] == [0, 1]
+    weights = [torch.nn.Parameter(one) for one in made]
+    for weight in weights:
+        weight.grad = torch.ones_like(weight) * 3
+    assert torch.nn.utils.clip_grad_norm_(weights, 1.0).device.index == 0
+    torch.optim.AdamW(weights).step()
+    assert [weight.device.index for weight in weights] == [0, 1]
+
+
 # -- moves -------------------------------------------------------------------------------------------------------------
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import os
+import pickle
 import signal
+from multiprocessing.reduction import ForkingPickler
 
 import pytest
 
@@ -31,6 +34,16 @@ def peer(pipe):
                         pipe.send(repr(error))
                         continue
                     pipe.send(held[name].tolist()[:4])
+                case ("load", name, text):
+                    held[name], layout = pickle.loads(base64.b64decode(text))
+                    pipe.send([held[name][start:end].view(shape).tolist() for start, end, shape in layout])
+                case ("register", name, (device, handle, shape)):
+                    torch.cuda.set_device(device)
+                    storage = torch.UntypedStorage._new_shared_cuda(device, *handle[1:])
+                    held[name] = torch.tensor([], device=storage.device).set_(storage, 0, shape)
+                    del storage
+                    held[name][0].fill_(9)
+                    pipe.send(str(held[name].device))
                 case ("write", name, value):
                     held[name].fill_(value)
                     pipe.send(torch.cuda.memory_allocated())
@@ -151,10 +164,35 @@ def test_an_empty_tensor_crosses_without_a_block(ask):
     assert torch.cuda.memory_allocated() == 0
 
 
-def test_a_queue_carries_emulated_tensors(ask):
+def test_a_parameter_crosses_as_one(ask):
     made = torch.full((4,), 5.0, device="cuda")
     assert ask("open", value=reduce_tensor(torch.nn.Parameter(made))) == [5, 5, 5, 5]
     ask("close")
+
+
+def test_weights_synchronized_by_bucket(ask):
+    """As RL trainers push weights to an engine: one flat buffer a bucket, pickled with its layout, as text."""
+    weights = [torch.full((2, 2), 1.0, device="cuda"), torch.arange(3.0, device="cuda")]
+    bucket = torch.cat([weight.flatten() for weight in weights])
+    layout = [(0, 4, (2, 2)), (4, 7, (3,))]
+    before = torch.cuda.memory_allocated()
+    text = base64.b64encode(bytes(ForkingPickler.dumps((bucket, layout)))).decode()
+    assert ask("load", value=text) == [[[1.0, 1.0], [1.0, 1.0]], [0.0, 1.0, 2.0]]
+    ask("close")
+    del bucket
+    assert torch.cuda.memory_allocated() == before - 512
+
+
+def test_a_cache_registered_by_its_storage(ask):
+    """As KV connectors do it: the storage's handle, opened by hand on the same device there."""
+    cache = torch.zeros(4, 8, device="cuda")
+    handle = cache.untyped_storage()._share_cuda_()
+    assert ask("register", value=(handle[0], handle, (4, 8))) == "cuda:0"
+    assert cache[0].tolist() == [9.0] * 8
+    assert cache[1].tolist() == [0.0] * 8
+    ask("close")
+    del cache
+    assert torch.cuda.memory_allocated() == 0
 
 
 def test_a_dropped_block_stays_until_its_peer_has_closed(ask):

@@ -208,7 +208,10 @@ class Accounting(TorchDispatchMode):
         except RuntimeError as error:
             self._explain(error, index)
             raise
-        self._place(plan, answer, index)
+        if plan.elementwise and isinstance(answer, (list, tuple)):
+            self._place_each(plan, answer, args[0])
+        else:
+            self._place(plan, answer, index)
         return answer
 
     def _foresee(self, args: Any, kwargs: dict[str, Any], index: int) -> None:
@@ -316,6 +319,13 @@ class Accounting(TorchDispatchMode):
                     self._memory.own(storage, index, self._stream(index))
             elif plan.resizes:
                 self._memory.resized(storage, owned, self._stream(owned.index))
+
+    def _place_each(self, plan: Plan, answers: Any, sources: Any) -> None:
+        """Each result of a `_foreach_` operator belongs to the device of its first input: they may be several."""
+        for tensor, source in zip(answers, sources, strict=False):
+            owned = self._memory.find(source)
+            if owned is not None:
+                self._place(plan, tensor, owned.index)
 
     def _place_parts(self, plan: Plan, tensor: torch.Tensor, index: int) -> None:
         for part in parts_of(tensor):
