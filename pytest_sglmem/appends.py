@@ -28,7 +28,7 @@ Append = Callable[[int], object]
 
 _SAMPLES = 32  # a window: enough to see its floor, few enough that counting stays cheap
 _DRAINS = 64  # further samples a window, where memory falls
-_FRAMES = 6  # of a traced allocation: through asyncio to the line that made the task
+_FRAMES = 4  # of a traced allocation: through asyncio to the line that made the task
 _CANCEL_SECONDS = 1.0  # for tasks that appends left: one that swallows its cancellation must not hang the test
 
 
@@ -129,9 +129,9 @@ def _places(length: int) -> frozenset[int]:
 
 
 @contextmanager
-def traced() -> Iterator[None]:
+def traced(wanted: bool) -> Iterator[None]:
     """tracemalloc counts, and knows where things were allocated. Left running where it ran before."""
-    ran = tracemalloc.is_tracing()
+    ran = tracemalloc.is_tracing() or not wanted
     if not ran:
         tracemalloc.start(_FRAMES)
     try:

@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from itertools import compress
 
 _collect, _enable, _disable, _objects, _frozen = gc.collect, gc.enable, gc.disable, gc.get_objects, gc.get_freeze_count
 _freeze, _unfreeze = gc.freeze, gc.unfreeze
@@ -64,11 +65,12 @@ def by_type() -> dict[str, int]:
     """
     objects = _objects()
     counts: dict[str, int] = {}
-    for kind, count in _kinds(objects).items():
+    kinds = _kinds(objects)
+    for kind, count in kinds.items():
         name = full_name(kind)
         counts[name] = counts.get(name, 0) + count
     if _SEPARATE_ATTRIBUTES:
-        counts["builtins.dict"] -= surplus(objects)
+        counts["builtins.dict"] -= surplus(objects, kinds)
     return counts
 
 
@@ -149,18 +151,26 @@ def thaw() -> None:
         collect()
 
 
-def surplus(objects: Iterable[object]) -> int:
-    """How many of `objects` keep their attributes in a tracked dictionary beside them (CPython 3.10; later: 0)."""
+def surplus(objects: Sequence[object], kinds: Iterable[type] | None = None) -> int:
+    """How many of `objects` keep their attributes in a tracked dictionary beside them (CPython 3.10; later: 0).
+
+    `kinds`: their types, where the caller knows them.
+    """
     if not _SEPARATE_ATTRIBUTES:
         return 0
-    return sum(attribute_dict(item) is not None for item in objects)
+    wanted = {kind for kind in kinds or set(map(type, objects)) if _has_attributes(kind)}
+    instances = compress(objects, map(wanted.__contains__, map(type, objects)))
+    return sum(attribute_dict(item) is not None for item in instances)
+
+
+def _has_attributes(kind: type) -> bool:
+    if not kind.__flags__ & _HEAP_TYPE or not kind.__dictoffset__:
+        return False
+    return not issubclass(kind, (type, BaseException))  # those keep a dictionary in every version
 
 
 def attribute_dict(item: object) -> dict[str, object] | None:
-    """The tracked attribute dictionary of an instance of a Python class, None where there is none. Makes none."""
-    kind = type(item)
-    if not (kind.__flags__ & _HEAP_TYPE and kind.__dictoffset__) or issubclass(kind, (type, BaseException)):
-        return None
+    """The tracked attribute dictionary of an instance, None where there is none yet. Makes none."""
     for part in gc.get_referents(item):
         if type(part) is dict and gc.is_tracked(part) and object.__getattribute__(item, "__dict__") is part:
             return part

@@ -23,6 +23,7 @@ from .records import Growth
 _RATE, _KEPT = 1000, 300  # requests/s and seconds: the production that a message speaks of
 _REAL_NS = (360, 550)  # ns an object that full collections of real servers were seen to cost
 _METHOD = "builtins.method"
+_TRACED = 2000  # appends: tracing costs a microsecond an allocation, so beyond them bytes must be asked for
 _TRIES = 8  # appends pinned at one await, to see whether that one leaks
 _BLOCKS = 10  # timings of each side that assert_no_worse interleaves, so that the machine's moods strike both
 
@@ -105,11 +106,12 @@ class GcTracked:
         """Fail with `GrowthError` where an append leaves more than `per_append` tracked objects.
 
         `append(i)` is called `times` times in two windows, after a warm-up of a tenth as many; it may be a coroutine
-        function. `max_bytes_per_append` bounds the bytes that an append leaves, too. Raises ValueError for numbers that
-        say nothing.
+        function. `max_bytes_per_append` bounds the bytes that an append leaves, too; without it they are said up to
+        2,000 appends. Raises ValueError for numbers that say nothing.
         """
         _check(times, per_append, max_bytes_per_append)
-        growth, walked = self._judge(append, times, per_append, max_bytes_per_append)
+        trace = max_bytes_per_append is not None or times <= _TRACED
+        growth, walked = self._judge(append, times, per_append, max_bytes_per_append, trace)
         return self._verdict(growth, lambda: growth_message(growth, walked, max_bytes_per_append))
 
     def cancel_at_each_await(self, request: Callable[[int], Coroutine[object, object, object]]) -> CancelAtEachAwait:
@@ -165,8 +167,8 @@ class GcTracked:
         or time of an append or of a full collection (more than `within` times). Returns both growths.
         """
         _check(times, 0, None)
-        theirs, _ = self._judge(reference, times, 0, None)
-        ours, _ = self._judge(candidate, times, 0, None)
+        theirs, _ = self._judge(reference, times, 0, None, trace=True)
+        ours, _ = self._judge(candidate, times, 0, None, trace=True)
         seconds = self._seconds(candidate, reference, times)
         worse = list(_worse(ours, theirs, seconds, within))
         growth = dataclasses.replace(ours, verdict="growing" if worse else "flat", note="; ".join(worse))
@@ -179,10 +181,12 @@ class GcTracked:
             raise GrowthError(growth, message())
         return growth
 
-    def _judge(self, append: Append, times: int, per_append: float, max_bytes: float | None) -> tuple[Growth, int]:
-        """The growth, and how many objects the last full collection walked."""
+    def _judge(
+        self, append: Append, times: int, per_append: float, max_bytes: float | None, trace: bool
+    ) -> tuple[Growth, int]:
+        """The growth, and how many objects the last full collection walked. `trace`: count bytes."""
         run = Appends(times, self._clock, self._ignored)
-        with heap.settings_kept(), traced(), Caller(append) as call:
+        with heap.settings_kept(), traced(trace), Caller(append) as call:
             run.run(call)
             first, second = run.windows
             objects = windows.rate(first.objects(), second.objects(), per_append)
@@ -199,7 +203,7 @@ class GcTracked:
             {"before": run.pause_before * 1e3, "after": run.pause_after * 1e3},
             times,
             tuple(window.objects()[-1][1] - window.objects()[0][1] for window in run.windows),
-            sizes.per_append,
+            sizes.per_append if trace else None,
             per_append,
             "; ".join(filter(None, (objects.note, leaks, self._hid(changes)))),
         )

@@ -779,3 +779,11 @@ def test_full_pause_counts_what_it_walked():
     assert pause.walked > 10_000
     assert pause.ns_per_object == pytest.approx(100, rel=0.1)
     del kept
+
+
+def test_many_appends_are_traced_only_where_bytes_are_bounded(tracked):
+    seen = set()
+    assert tracked.assert_flat(lambda i: seen.add(tracemalloc.is_tracing()), times=2001).bytes_per_append is None
+    assert seen == {False}
+    tracked.assert_flat(lambda i: seen.add(tracemalloc.is_tracing()), times=2001, max_bytes_per_append=10)
+    assert seen == {False, True}
