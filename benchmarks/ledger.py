@@ -2,8 +2,10 @@
 
     python benchmarks/ledger.py [--device cuda|emulated] [--count 300] [--rounds 7]
 
-Exports are `_share_cuda_` here; opens are `_new_shared_cuda` in a process of its own. The heap is frozen first, as it
-is in a rank. Claims: at most 5 us an export or open on the real device; the audit under 0.1 s.
+Exports are `_share_cuda_` here, the first of each block; opens are `_new_shared_cuda` in a process of its own; "log" is
+what reading an export's line in the ledger's log costs later, at the next drop, collection, step or reading.
+Microseconds of the thread's CPU time, the best round of each; the heap is frozen first, as it is in a rank. Claims: at
+most 5 us an export, its line included, or open on the real device; the audit under 0.1 s.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from pytest_sglmem.records import Export, Open
 
 BYTES = 2 << 20
 LIMIT_US, LIMIT_AUDIT_S = 5.0, 0.1
+CLAIMS = {"export": "claim, with log: <= 5", "open": "claim: <= 5", "log": "paid later"}
 
 
 def on_device(device: str) -> contextlib.AbstractContextManager[object]:
@@ -35,10 +38,12 @@ def on_device(device: str) -> contextlib.AbstractContextManager[object]:
 
 
 def per_call(body: Callable[[], int]) -> float:
-    """Microseconds a call of one run of `body`, which says how many calls it made."""
-    begun = time.perf_counter()
+    """Microseconds of CPU a call of one run of `body`, which says how many calls it made. Other processes that run
+    meanwhile do not count.
+    """
+    begun = time.thread_time()
     count = body()
-    return (time.perf_counter() - begun) / count * 1e6
+    return (time.thread_time() - begun) / count * 1e6
 
 
 def both(body: Callable[[], int], rounds: int) -> tuple[float, float]:
@@ -91,7 +96,12 @@ def export_and_open(device: str, count: int, rounds: int) -> dict[str, tuple[flo
         pipe.send(handles)
         opens = pipe.recv()
         other.join(30)
-    return {"export": exports, "open": opens}
+        logs = []
+        for _ in range(rounds):
+            with Ledger() as ledger:
+                export_all()
+                logs.append(per_call(lambda: (ledger.mark(0), count)[1]))
+    return {"export": exports, "open": opens, "log": (0.0, min(logs))}
 
 
 def audit_seconds(handles: int = 10_000) -> float:
@@ -119,9 +129,10 @@ def main() -> int:
     seconds = audit_seconds()
     print(f"{'':<28}{'bare':>10}{'watched':>10}{'ledger':>10}")
     for name, (bare, watched) in costs.items():
-        print(f"{name + ', us':<28}{bare:>10.2f}{watched:>10.2f}{watched - bare:>10.2f}   (claim: <= {LIMIT_US:g})")
+        print(f"{name + ', us':<28}{bare:>10.2f}{watched:>10.2f}{watched - bare:>10.2f}   ({CLAIMS[name]})")
     print(f"{'audit of 10,000 handles, s':<28}{'':>10}{seconds:>10.3f}{'':>10}   (claim: < {LIMIT_AUDIT_S:g})")
-    return max(watched - bare for bare, watched in costs.values()) > LIMIT_US or seconds >= LIMIT_AUDIT_S
+    ours = {name: watched - bare for name, (bare, watched) in costs.items()}
+    return max(ours["export"] + ours["log"], ours["open"]) > LIMIT_US or seconds >= LIMIT_AUDIT_S
 
 
 if __name__ == "__main__":

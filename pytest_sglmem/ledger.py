@@ -4,7 +4,8 @@ It watches where every way to share a CUDA tensor meets (`reduce_tensor`, `Forki
 multiprocessing, code that calls `_share_cuda_` and rebuilds by hand), on the real device and the emulated one alike,
 and knows what became of each block from the counters in shared memory, by the state machine of `contract.py`.
 
-It holds no tensor and judges nothing: `audit.py` pairs the records of all ranks.
+It holds no tensor and judges nothing: `audit.py` pairs the records of all ranks. What an export or open costs is a
+line in a log; the log is read at the next drop, collection, step or reading, before any counter is.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ import gc
 import mmap
 import os
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from .contract import COUNTER, FILE_HEADER, Custody, open_counters, reads_unsigned
 from .records import Export, Open
-from .sites import RawStack, any_stack, format_frames, raw_stack, words
+from .sites import RawStack, Stacks, format_frames, words
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +35,10 @@ _MAPPED_FILES = 64
 _ABSENT = object()
 # What `_share_cuda_` returns: device, memory handle, bytes, offset, counter file, slot, event handle, event needed.
 _Shared = tuple[int, bytes, int, int, "bytes | str", int, bytes, bool]
-_Words = Callable[[RawStack], tuple[str, ...]]
+# An export as it is logged: block, counter file, slot, stack, step. An open: the storage in place of the block, None
+# where the handle was given back at once.
+_LoggedExport = tuple["_Block", "bytes | str", int, RawStack, int]
+_LoggedOpen = tuple["weakref.ref[torch.UntypedStorage] | None", "bytes | str", int, RawStack, int]
 _Stacks = Mapping[int, tuple[str, ...]]
 
 
@@ -101,35 +105,34 @@ class _Handle:
 
 
 class _Block(weakref.ref["torch.UntypedStorage"]):
-    """The storage that was exported, held weakly: the callback runs when its last owner is gone."""
+    """The storage that was exported, held weakly: the callback runs when its last owner is gone.
 
-    __slots__ = ("address", "bytes", "cdata", "dropped", "freed", "handles", "serial")
+    `serial` is -1 until its first export is read from the log; what stands below it is there from then on.
+    """
 
-    serial: int
+    __slots__ = ("address", "cdata", "dropped", "freed", "handles", "serial", "size")
+
     cdata: int
     address: int
-    bytes: int
+    size: int
+    serial: int
     handles: list[_Handle]
     dropped: bool
     freed: bool
 
 
-class _Opened:
-    """One open, as the ledger keeps it."""
+class _Wording:
+    """Words each stack once. By the identity of its code objects: equal ones may come from different files."""
 
-    __slots__ = ("name", "order", "slot", "stack", "step", "storage")
+    def __init__(self) -> None:
+        self._known: dict[tuple[object, ...], tuple[str, ...]] = {}
 
-    def __init__(self, name: bytes | str, slot: int, stack: RawStack, step: int, order: int) -> None:
-        self.name = name
-        self.slot = slot
-        self.stack = stack
-        self.step = step
-        self.order = order
-        self.storage: weakref.ref[torch.UntypedStorage] | None = None
-
-    @property
-    def released(self) -> int:
-        return int(self.storage is None or self.storage() is None)
+    def __call__(self, raw: RawStack) -> tuple[str, ...]:
+        key = (*map(id, raw[::2]), *raw[1::2])
+        said = self._known.get(key)
+        if said is None:
+            said = self._known[key] = words(raw)
+        return said
 
 
 class _LedgerCustody(Custody[_Handle]):
@@ -167,7 +170,9 @@ class Ledger:
         self._blocks: list[_Block] = []
         self._held: dict[int, _Block] = {}
         self._handles: list[_Handle] = []
-        self._opened: list[_Opened] = []
+        self._log: deque[_LoggedExport] = deque()
+        self._opened: list[_LoggedOpen] = []
+        self._stacks = Stacks()
         self._step = -1
         self._fallen: list[_Block] = []
         self._busy = False
@@ -181,20 +186,26 @@ class Ledger:
         storage = torch.UntypedStorage
         share, open_, release = storage._share_cuda_, storage._new_shared_cuda, storage._release_ipc_counter_cuda
 
+        take, held, log, opened = self._stacks.take, self._held, self._log.append, self._opened.append
+
         @functools.wraps(share)
         def _share_cuda_(self_: torch.UntypedStorage, *args: object, **kwargs: object) -> _Shared:
             shared: _Shared = share(self_, *args, **kwargs)
-            self._exported(self_, shared)
+            if shared[4] is not None:  # an empty storage has no block, and no counter
+                block = held.get(self_._cdata)
+                if block is None or block() is not self_:
+                    block = self._new_block(self_, shared[2])
+                log((block, shared[4], shared[5], take(1) or self._plumbing(), self._step))
             return shared
 
         def _new_shared_cuda(*args: Any, **kwargs: object) -> torch.UntypedStorage:
-            opened = open_(*args, **kwargs)
-            self._note_open(args[4], args[5], opened)
-            return opened
+            storage = open_(*args, **kwargs)
+            opened((weakref.ref(storage), args[4], args[5], take(1) or self._plumbing(), self._step))
+            return storage
 
         def _release_ipc_counter_cuda(*args: Any, **kwargs: object) -> object:
             result = release(*args, **kwargs)
-            self._note_open(args[0], args[1], None)
+            opened((None, args[0], args[1], take(1) or self._plumbing(), self._step))
             return result
 
         self._patch(storage, "_share_cuda_", _share_cuda_)
@@ -214,7 +225,8 @@ class Ledger:
     def mark(self, step: int) -> None:
         """From now on, exports and opens belong to `step`."""
         self._step = step
-        if self._handles:
+        self._swept(None)
+        if len(self._files) > _MAPPED_FILES:
             self._unmap()
 
     def reading(self) -> tuple[tuple[Export, ...], tuple[Open, ...]]:
@@ -225,9 +237,9 @@ class Ledger:
         live = _live_blocks(kept) if kept else {}
         if live is not None:
             self._find_freed_by_allocator(live)
-        worded = lru_cache(maxsize=None)(words)
+        worded = _Wording()
         exports = tuple([self._export(handle, worded, live or {}) for handle in self._handles])
-        opens = tuple([self._open(opened, worded) for opened in self._opened])
+        opens = tuple([self._open(opened, order, worded) for order, opened in enumerate(self._opened)])
         return exports, opens
 
     def _patch(self, owner: object, name: str, new: object) -> None:
@@ -244,47 +256,42 @@ class Ledger:
         @functools.wraps(collect)
         def collect_and_look(*args: object, **kwargs: object) -> object:
             result = collect(*args, **kwargs)
-            if self._handles:
+            if self._handles or self._log:
                 self._swept(self._custody.collect)
             return result
 
         self._patch(owner, name, collect_and_look)
 
-    def _exported(self, storage: torch.UntypedStorage, shared: _Shared) -> None:
-        counter_file, slot = shared[4], shared[5]
-        if counter_file is None:  # an empty storage has no block
-            return
-        file = self._files.get(counter_file)
-        if file is None:
-            file = self._files[counter_file] = _CounterFile(os.fsdecode(counter_file))
-        block = self._held.get(storage._cdata)
-        if block is None:
-            block = self._new_block(storage, shared[2])
-        handle = _Handle(file, slot, block, raw_stack(2) or any_stack(2), self._step)
-        file.handles.append(handle)
-        file.unreturned += 1
-        block.handles.append(handle)
-        self._handles.append(handle)
-        self._custody.wrap(block.serial, handle)
-
     def _new_block(self, storage: torch.UntypedStorage, size: int) -> _Block:
         block = _Block(storage, self._fell)
         block.cdata = storage._cdata
         block.address = storage.data_ptr()
-        block.bytes = -(-size // _ROUND) * _ROUND
-        block.serial = len(self._blocks)
-        block.handles = []
-        block.dropped = block.freed = False
-        self._blocks.append(block)
+        block.size = size
+        block.serial = -1
         self._held[block.cdata] = block
         return block
 
-    def _note_open(self, counter_file: bytes | str, slot: int, storage: torch.UntypedStorage | None) -> None:
-        """One more open of a handle; without a storage it was given back at once."""
-        opened = _Opened(counter_file, slot, raw_stack(2) or any_stack(2), self._step, len(self._opened))
-        if storage is not None:
-            opened.storage = weakref.ref(storage)
-        self._opened.append(opened)
+    def _plumbing(self) -> RawStack:
+        return self._stacks.take_any(2)
+
+    def _read_log(self) -> None:
+        """Give each export in the log its handle, in the order in which torch made them."""
+        while self._log:
+            block, name, slot, stack, step = self._log.popleft()
+            file = self._files.get(name)
+            if file is None:
+                file = self._files[name] = _CounterFile(os.fsdecode(name))
+            if block.serial < 0:
+                block.serial = len(self._blocks)
+                block.handles = []
+                block.dropped = block.freed = False
+                self._blocks.append(block)
+            handle = _Handle(file, slot, block, stack, step)
+            file.handles.append(handle)
+            file.unreturned += 1
+            block.handles.append(handle)
+            self._handles.append(handle)
+            self._custody.wrap(block.serial, handle)
 
     def _fell(self, block: weakref.ref[torch.UntypedStorage]) -> None:
         """The last owner of an exported storage is gone; torch looks at its counter next."""
@@ -293,18 +300,20 @@ class Ledger:
         self._swept(None)
 
     def _swept(self, sweep: Callable[[], list[int]] | None) -> None:
-        """Follow torch: `sweep` as it just did, then the drops. A storage may die in the middle of this (the collector
-        runs when it likes), so drops are queued, and whoever is at it takes them. Never sweep when torch did not: what
-        is released and not collected is still in limbo.
+        """Follow torch: read the log, `sweep` as torch just did, then the drops. A storage may die in the middle of it
+        (the collector runs when it likes), so drops are queued, and whoever is at it takes them. Never sweep when torch
+        did not: what is released and not collected is still in limbo.
         """
         if self._busy:
             return
         self._busy = True
         try:
+            self._read_log()
             if sweep is not None:
                 self._set_free(sweep())
             while self._fallen:
                 block = self._fallen.pop()
+                self._read_log()  # its own exports among them
                 if block.dropped:
                     continue
                 block.dropped = True
@@ -361,13 +370,13 @@ class Ledger:
             for handle in wrapped:
                 handle.freed_at = 0
 
-    def _export(self, handle: _Handle, worded: _Words, live: _Stacks) -> Export:
+    def _export(self, handle: _Handle, worded: _Wording, live: _Stacks) -> Export:
         block = handle.block
         return Export(
             rank=self.rank,
             counter_file=handle.name,
             slot=handle.slot,
-            bytes=block.bytes,
+            bytes=-(-block.size // _ROUND) * _ROUND,
             stack=worded(handle.stack),
             step=handle.step,
             counter=handle.counter(),
@@ -378,15 +387,16 @@ class Ledger:
             freed_at=handle.freed_at,
         )
 
-    def _open(self, opened: _Opened, worded: _Words) -> Open:
+    def _open(self, opened: _LoggedOpen, order: int, worded: _Wording) -> Open:
+        storage, name, slot, stack, step = opened
         return Open(
             rank=self.rank,
-            counter_file=os.fsdecode(opened.name),
-            slot=opened.slot,
-            stack=worded(opened.stack),
-            step=opened.step,
-            released=opened.released,
-            order=opened.order,
+            counter_file=os.fsdecode(name),
+            slot=slot,
+            stack=worded(stack),
+            step=step,
+            released=int(storage is None or storage() is None),
+            order=order,
         )
 
 

@@ -2,7 +2,7 @@
 
 A line of torch, of this package, of pytest or of the standard library's plumbing says nothing to the reader of a
 report, so those frames are left out; `pytest_sglmem.reference` and `pytest_sglmem.checks` are programs under test and
-stay in. A stack is taken as code objects and line numbers (about 2 us), and worded only when somebody reads it.
+stay in. A stack is taken as code objects and instructions (about 1 us), and worded only when somebody reads it.
 
 It holds no frame (a held frame is held memory) and reads no source file.
 """
@@ -15,10 +15,11 @@ import sysconfig
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from types import CodeType, FrameType
+from typing import cast
 
-__all__ = ["RawStack", "any_stack", "format_frames", "is_plumbing", "raw_stack", "user_stack", "words"]
+__all__ = ["RawStack", "Stacks", "format_frames", "is_plumbing", "user_stack", "words"]
 
-RawStack = tuple[tuple[CodeType, int], ...]
+RawStack = tuple["CodeType | int", ...]  # a code object, the instruction in it, the next code object, ...
 Frame = tuple[str, int, str]
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
@@ -40,44 +41,71 @@ def user_stack(skip: int = 0, limit: int = 12) -> tuple[str, ...]:
 
     `skip`: how many of the innermost Python frames to pass over first, the caller's own being the first.
     """
-    return words(raw_stack(skip + 1, limit))
+    return words(Stacks().take(skip + 1, limit))
 
 
-def raw_stack(skip: int = 0, limit: int = 12) -> RawStack:
-    """What `user_stack` words, not yet worded: code objects and line numbers. Costs 1-3 us and holds no frame."""
-    try:
-        frame: FrameType | None = sys._getframe(skip + 1)
-    except ValueError:  # fewer frames than were to be skipped
-        return ()
-    found: list[tuple[CodeType, int]] = []
-    while frame is not None:
-        code = frame.f_code
-        if not is_plumbing(code.co_filename):
-            found.append((code, frame.f_lineno))
-            if len(found) == limit:
-                break
-        frame = frame.f_back
-    return tuple(found)
+class Stacks:
+    """Takes stacks that are worded later, if ever: what `user_stack` words, as code objects and where in each.
 
+    It learns which files are whose, so keep one and ask it often: a stack of twelve lines costs about 1 us. The line is
+    left to be found from the instruction, because `frame.f_lineno` walks a table as long as the function.
+    """
 
-def any_stack(skip: int = 0, limit: int = 12) -> RawStack:
-    """As `raw_stack`; where no line is the user's (the thread that feeds a queue), the plumbing's own lines."""
-    return raw_stack(skip + 1, limit) or _whole_stack(skip + 1, limit)
+    __slots__ = ("_plumbing", "_users")
+
+    def __init__(self) -> None:
+        self._users: set[str] = set()
+        self._plumbing: set[str] = set()
+
+    def take(self, skip: int = 0, limit: int = 12) -> RawStack:
+        """The caller's stack, innermost user line first. It holds no frame. `skip` as for `user_stack`."""
+        try:
+            frame: FrameType | None = sys._getframe(skip + 1)
+        except ValueError:  # fewer frames than were to be skipped
+            return ()
+        users, plumbing = self._users, self._plumbing
+        found: list[CodeType | int] = []
+        while frame is not None:
+            code = frame.f_code
+            name = code.co_filename
+            if name in users:
+                found.append(code)
+                found.append(frame.f_lasti)
+                limit -= 1
+                if not limit:
+                    break
+            elif name not in plumbing:
+                (plumbing if is_plumbing(name) else users).add(name)
+                continue
+            frame = frame.f_back
+        return tuple(found)
+
+    def take_any(self, skip: int = 0, limit: int = 12) -> RawStack:
+        """As `take`; where no line is the user's (the thread that feeds a queue), the plumbing's own lines."""
+        return self.take(skip + 1, limit) or _whole_stack(skip + 1, limit)
 
 
 def _whole_stack(skip: int, limit: int) -> RawStack:
     frame: FrameType | None = sys._getframe(skip + 1)
-    found: list[tuple[CodeType, int]] = []
-    while frame is not None and len(found) < limit:
-        found.append((frame.f_code, frame.f_lineno))
+    found: list[CodeType | int] = []
+    while frame is not None and len(found) < 2 * limit:
+        found += (frame.f_code, frame.f_lasti)
         frame = frame.f_back
     return tuple(found)
 
 
 def words(raw: RawStack) -> tuple[str, ...]:
-    """The text of each line of a `raw_stack`, paths as seen from the current directory."""
+    """The text of each line of a stack that `Stacks` took, paths as seen from the current directory."""
     cwd = _cwd()
-    return tuple([_text(code.co_filename, line, code.co_name, cwd) for code, line in raw])
+    parts = iter(raw)
+    pairs = cast("Iterable[tuple[CodeType, int]]", zip(parts, parts, strict=True))
+    return tuple([_text(code.co_filename, _line(code, at), code.co_name, cwd) for code, at in pairs])
+
+
+def _line(code: CodeType, instruction: int) -> int:
+    """The line of the instruction at this offset, as `frame.f_lineno` says it."""
+    lines = (line for start, end, line in code.co_lines() if start <= instruction < end)
+    return next(lines, None) or code.co_firstlineno
 
 
 def format_frames(frames: Iterable[Mapping[str, object] | Frame], limit: int = 12) -> tuple[str, ...]:

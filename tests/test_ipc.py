@@ -694,6 +694,47 @@ def test_a_storage_that_dies_in_the_middle_of_a_sweep_is_counted(device):
         assert one(ledger.reading()[0]).freed
 
 
+def test_an_export_in_the_middle_of_a_sweep_is_read_after_it(device):
+    with Ledger() as ledger:
+        first = storage()
+        open_(share(first))
+        ledger._busy = True  # as if a finalizer exported while the ledger follows a drop
+        second = storage()
+        open_(share(second))
+        del first, second
+        ledger._busy = False
+        assert [export.freed for export in ledger.reading()[0]] == [True, True]
+
+
+def test_a_storage_in_the_place_of_one_whose_drop_was_not_followed_yet_is_a_block_of_its_own(device):
+    with Ledger() as ledger:
+        share(storage())
+        ledger._busy = True
+        share(storage())  # nothing lives between the two: it lies where the first did
+        ledger._busy = False
+        assert [export.block for export in ledger.reading()[0]] == [0, 1]
+
+
+def test_the_log_is_read_at_every_step(device):
+    with Ledger() as ledger:
+        block = storage()
+        share(block), share(block)
+        assert len(ledger._log) == 2
+        ledger.mark(1)
+        assert not ledger._log
+        assert [export.step for export in ledger.reading()[0]] == [-1, -1]
+
+
+def test_equal_functions_of_different_files_are_told_apart(device):
+    with Ledger() as ledger:
+        for name in ("/srv/one/app.py", "/srv/two/app.py"):
+            made = {"share": share, "storage": storage}
+            exec(compile("def take():\n    share(storage())", name, "exec"), made)
+            made["take"]()
+        found = [export.stack[1:2] for export in ledger.reading()[0]]
+    assert found == [("one/app.py:2 in take",), ("two/app.py:2 in take",)]
+
+
 def test_exports_of_many_threads_are_all_noted(device):
     blocks = [storage() for _ in range(64)]
     with Ledger() as ledger:

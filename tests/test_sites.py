@@ -1,6 +1,9 @@
+import contextlib
 import inspect
 import queue
+import sys
 import threading
+import types
 from pathlib import Path
 
 import pytest
@@ -118,7 +121,7 @@ def test_a_stack_without_a_users_line_shows_the_plumbings_own():
     answers = queue.Queue()
 
     def take():
-        answers.put((sites.raw_stack(1), sites.any_stack(1)))
+        answers.put((sites.Stacks().take(1), sites.Stacks().take_any(1)))
 
     feeder = threading.Thread()
     feeder.run = eval(compile("lambda: take()", threading.__file__, "eval"), {"take": take})
@@ -144,7 +147,40 @@ def test_recorded_frames_read_as_the_live_stack_does(elsewhere):
     assert sites.format_frames(frames, limit=1) == want[:1]
 
 
-def test_a_raw_stack_holds_no_frame():
-    held = [part for entry in sites.raw_stack() for part in entry]
-    assert held
-    assert not [part for part in held if inspect.isframe(part)]
+def test_a_stack_that_was_taken_holds_no_frame():
+    assert {type(part) for part in sites.Stacks().take()} == {types.CodeType, int}
+
+
+def test_lines_are_those_of_the_frames_whatever_the_function_is_like():
+    """In a loop, in calls over several lines, in handlers, with a line that comes before the one above it."""
+    stacks, seen = sites.Stacks(), []
+
+    def note(*_):
+        lines = []
+        frame = sys._getframe(1)
+        while frame is not None:
+            if not sites.is_plumbing(frame.f_code.co_filename):
+                lines.append((frame.f_lineno, frame.f_code.co_name))
+            frame = frame.f_back
+        seen.append((stacks.take(1), lines))
+
+    def winding():
+        for _ in range(2):
+            try:
+                note(
+                    1,
+                    note(2),
+                )
+                raise ValueError
+            except ValueError:
+                note()
+            finally:
+                [note() for _ in (lambda: [note()])()]
+        with contextlib.ExitStack() as stack:
+            stack.callback(note)
+            note() if seen else None
+
+    winding()
+    assert len(seen) == 12
+    for raw, lines in seen:
+        assert [line.split(":")[1] for line in sites.words(raw)] == [f"{line} in {name}" for line, name in lines]
