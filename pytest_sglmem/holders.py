@@ -7,7 +7,7 @@ autograd graph; that is looked up, and where it is neither the answer is `NOBODY
 The search is our own breadth-first walk over `gc.get_referrers`, one call a level for all objects of that level:
 objgraph's asks for each object alone, which takes seconds in a process with many. objgraph draws the picture. Nothing
 is allocated on the device, and nothing is held after the call. It sees what the cyclic collector tracks; where a heap
-was frozen and no root was found, it is unfrozen and stays so.
+was frozen and no root was found, it looks again with the heap thawed, and freezes it after that (`_thawed`).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import sys
 import types
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,7 @@ _FAULTS = f"{__package__}.strikes"
 _DRAWING = 30  # seconds for graphviz: a graph of 8 levels takes one
 _run = subprocess.run
 _get_objects, _get_referents, _get_referrers = gc.get_objects, gc.get_referents, gc.get_referrers
+_collect, _freeze, _unfreeze = gc.collect, gc.freeze, gc.unfreeze
 
 
 def chains(target: object, *, roots: Mapping[int, str] | None = None, skip: Collection[int] = ()) -> tuple[str, ...]:
@@ -60,17 +62,37 @@ def chains_for_blocks(
     `graph_to`: an image of the reference graph of the first tensor goes there, where graphviz is installed.
     """
     wanted = set(addresses)
-    owners, others = _owners(wanted)
-    found = _chains_of(owners, others, wanted, roots or {}, limit)
+    found, anybody = _look(wanted, roots or {}, limit, graph_to)
     if not found and gc.get_freeze_count():
-        gc.unfreeze()
-        owners, others = _owners(wanted)
-        found = _chains_of(owners, others, wanted, roots or {}, limit)
-    if owners and graph_to is not None:
+        with _thawed():
+            found, anybody = _look(wanted, roots or {}, limit, graph_to)
+    return (NOBODY,) if anybody and not found else tuple(found)
+
+
+def _look(
+    wanted: Collection[int], roots: Mapping[int, str], limit: int, graph_to: Path | None
+) -> tuple[list[str], bool]:
+    """The chains, and whether any Python object lies over the blocks."""
+    owners, others = _owners(wanted)
+    found = _chains_of(owners, others, wanted, roots, limit)
+    if owners and graph_to is not None and (found or not gc.get_freeze_count()):
         draw(owners[0], graph_to, hidden=[owners, others])
-    if not found and owners:
-        return (NOBODY,)
-    return tuple(found)
+    return found, bool(owners)
+
+
+@contextmanager
+def _thawed() -> Iterator[None]:
+    """A frozen heap, unfrozen for the body and frozen again.
+
+    The collector cannot freeze one object and not another: what else is alive is frozen with it from then on. Garbage
+    is not: it is collected before, as long as the collector can tell it from what was frozen.
+    """
+    _collect()
+    _unfreeze()
+    try:
+        yield
+    finally:
+        _freeze()
 
 
 def pattern(chain: str) -> str:

@@ -6,6 +6,7 @@ import gc
 import sys
 import threading
 import types
+import weakref
 from collections import deque
 
 import pytest
@@ -173,6 +174,74 @@ def test_what_only_cpp_holds():
     del hidden
     gc.collect()
     assert chains_for_blocks([where]) in ((), (NOBODY,))
+
+
+@pytest.fixture
+def freezing():
+    """The test may freeze the heap, which is as it was afterwards."""
+    assert not gc.get_freeze_count()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["tensor frozen too", "tensor after the freeze"])
+def test_a_holder_that_the_code_under_test_froze(module, freezing, early):
+    module.ENGINE = Engine()
+    if early:
+        module.ENGINE.store["k"] = torch.zeros(8)
+    gc.collect()
+    gc.freeze()
+    if not early:
+        module.ENGINE.store["k"] = torch.zeros(8)
+    where = address_of(lambda: module.ENGINE.store["k"])
+    frozen = gc.get_freeze_count()
+    assert chains_for_blocks([where]) == ("engine.ENGINE -> .store -> ['k'] -> Tensor",)
+    assert gc.get_freeze_count() >= frozen > 0
+
+
+def test_a_heap_that_was_not_frozen_stays_so(module, freezing):
+    module.STORE = {"k": torch.zeros(8)}
+    assert chains_for_blocks([address_of(lambda: module.STORE["k"])])
+    assert chains_for_blocks([1]) == ()
+    assert gc.get_freeze_count() == 0
+
+
+def test_the_search_of_a_frozen_heap_freezes_no_garbage_and_frees_none_that_was_frozen(freezing):
+    def garbage():
+        made = Engine()
+        made.me = made
+        return weakref.ref(made)
+
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        frozen = garbage()
+        gc.freeze()
+        fresh = garbage()
+        assert chains_for_blocks([1]) == ()
+        assert (fresh() is None, frozen() is None) == (True, False)
+        assert gc.get_freeze_count() > 0
+    finally:
+        (gc.enable if was_on else gc.disable)()
+
+
+def test_the_heap_is_frozen_again_when_the_search_fails(module, freezing, monkeypatch):
+    from pytest_sglmem import holders
+
+    looked = []
+
+    def fails(*_):
+        looked.append(gc.get_freeze_count())
+        if len(looked) == 2:
+            raise MemoryError
+        return [], []
+
+    monkeypatch.setattr(holders, "_owners", fails)
+    gc.freeze()
+    with pytest.raises(MemoryError):
+        chains_for_blocks([1])
+    assert looked[0] > looked[1] == 0
+    assert gc.get_freeze_count() > 0
 
 
 def test_nothing_over_the_block():
