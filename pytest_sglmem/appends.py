@@ -28,7 +28,7 @@ Append = Callable[[int], object]
 
 _SAMPLES = 32  # a window: enough to see its floor, few enough that counting stays cheap
 _DRAINS = 64  # further samples a window, where memory falls
-_FRAMES = 4  # of a traced allocation: through asyncio to the line that made the task
+_FRAMES = 6  # of a traced allocation: through asyncio to the line that made the task
 _CANCEL_SECONDS = 1.0  # for tasks that appends left: one that swallows its cancellation must not hang the test
 
 
