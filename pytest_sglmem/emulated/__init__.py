@@ -160,7 +160,8 @@ def emulated_cuda(devices: int = 1, *, memory: int = 80 * 2**30) -> Iterator[Emu
 
 
 def _install(patches: Patches, emulation: Emulation) -> None:
-    torch._C._ensureCUDADeviceGuardSet()
+    if hasattr(torch._C, "_ensureCUDADeviceGuardSet"):  # a CUDA build on a machine without a GPU: its guards do nothing
+        torch._C._ensureCUDADeviceGuardSet()
     device_constructors()  # remembers the factories as they are: they are replaced below
     sharing.raise_file_limit()
     patches.set(torch.cuda, _MARK, emulation)

@@ -328,8 +328,8 @@ class Allocator:
         """Nested, as `torch._C._cuda_memoryStats` gives them."""
         everything, small, large = self._all.read(), self._small.tally.read(), self._large.tally.read()
         pools: dict[str, object] = {
-            name: {"all": number, "small_pool": small[name], "large_pool": large[name]}
-            for name, number in everything.items()
+            name: {"all": told, "small_pool": small[name], "large_pool": large[name]}
+            for name, told in everything.items()
         }
         oversize = {name: number(0, 0, 0) for name in ("oversize_allocations", "oversize_segments")}
         return {**pools, **oversize, **self.counts, "max_split_size": -1}

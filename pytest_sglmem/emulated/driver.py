@@ -141,6 +141,7 @@ class Devices:
             "_cuda_init": lambda: None,
             "_get_accelerator": lambda: torch.device("cuda"),
             "_accelerator_getAccelerator": lambda: torch.device("cuda"),
+            "_accelerator_deviceCount": self.count,
             "_accelerator_getDeviceIndex": self.current,
             "_accelerator_setDeviceIndex": self.use,
             "_accelerator_exchangeDevice": self.exchange,

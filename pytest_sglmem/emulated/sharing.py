@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..contract import Producer, Slot, open_counters, reads_unsigned
+from . import weakrefs
 from .allocator import Block
 from .memory import Foreign, Memory, Owned
 from .patches import Patches
@@ -140,7 +141,7 @@ class Sharing:
             raise RuntimeError(_GONE.format(pid)) from error
         if (facts.st_ino, facts.st_dev) != (inode, device):
             raise RuntimeError(_GONE.format(pid))
-        storage: Any = torch.UntypedStorage.from_file(path, shared=True, nbytes=size)
+        storage = _mapped(path, size)
         address = self._memory.allocators[index].address(size)
         here = os.getpid()
 
@@ -171,6 +172,15 @@ def subtract(counter_file: str, slot: int) -> None:
         os.close(fd)
 
 
+def _mapped(path: str, size: int) -> torch.UntypedStorage:
+    """The file as a storage: the Python object that lives as long as the memory, which up to torch 2.6 is another than
+    `from_file` gives.
+    """
+    with torch._C._DisableTorchDispatch():
+        storage: Any = torch.UntypedStorage.from_file(path, shared=True, nbytes=size)
+        return torch.empty(0, dtype=torch.uint8).set_(storage).untyped_storage()
+
+
 def _onto_memory_file(storage: torch.UntypedStorage) -> int:
     """Move a storage onto shared memory without changing the storage's identity; a file descriptor of it."""
     if not hasattr(storage, "_swap_data_ptr_"):
@@ -180,7 +190,7 @@ def _onto_memory_file(storage: torch.UntypedStorage) -> int:
     fd = os.memfd_create("sglmem-block", os.MFD_CLOEXEC)
     os.ftruncate(fd, size)
     with torch._C._DisableTorchDispatch():
-        shared = torch.UntypedStorage.from_file(f"/proc/self/fd/{fd}", shared=True, nbytes=size)
+        shared = _mapped(f"/proc/self/fd/{fd}", size)
         shared.copy_(storage, False)
         storage._swap_data_ptr_(shared)
     return fd
@@ -194,6 +204,7 @@ def raise_file_limit() -> None:
 
 def install(patches: Patches, emulation: Emulation) -> None:
     """Let storages export and open emulated handles until `patches` are undone."""
+    weakrefs.install(patches, emulation.memory)
     sharing = emulation.sharing
     cls = torch.UntypedStorage
 
