@@ -243,7 +243,7 @@ def test_parts_that_do_not_pickle_are_left_out_and_named(history, path):
     assert [record[0] for record in dumped["requests"]] == ["a", "b"]
     assert dumped["good"] == 1
     assert set(dumped["left_out"]) == {"unfinished[1]", "extra['bad']"}
-    assert dumped["left_out"]["extra['bad']"].startswith("not picklable: cannot pickle")
+    assert dumped["left_out"]["extra['bad']"] == "not picklable (TypeError)"
 
 
 def test_unfinished_requests_of_another_shape_are_left_out_and_named(history, path):
@@ -251,6 +251,35 @@ def test_unfinished_requests_of_another_shape_are_left_out_and_named(history, pa
     dumped = load(path)
     assert [record[0] for record in dumped["requests"]] == ["a"]
     assert "unfinished[1:]" in dumped["left_out"]
+
+
+def test_entries_of_the_dump_are_not_replaced_by_extra_ones(history, path):
+    history.record("a", None, 0.0)
+    history.dump(path, extra={"requests": "mine", "left_out": "mine"})
+    dumped = load(path)
+    assert [record[0] for record in dumped["requests"]] == ["a"]
+    assert set(dumped["left_out"]) == {"extra['requests']", "extra['left_out']"}
+
+
+def test_unfinished_requests_that_cannot_be_listed_cost_no_others(history, path):
+    def listing():
+        yield "a", None, 0.0
+        raise LookupError("changed meanwhile")
+
+    history.dump(path, unfinished=listing())
+    assert [record[0] for record in load(path)["requests"]] == ["a"]
+    assert load(path)["left_out"] == {"unfinished[0:]": "LookupError"}
+
+
+def test_an_interrupted_dump_leaves_no_partial_file(history, path):
+    history.record("a", None, 0.0)
+
+    def interrupt(request, output):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        history.dump(path, redact=interrupt)
+    assert os.listdir(path.parent) == []
 
 
 # redact
@@ -473,7 +502,8 @@ def test_out_of_memory_costs_the_parts_that_need_it_and_no_others(history, path,
     assert history.dump(path, unfinished=[("b", None, 0.0)], extra={"args": {"large": 1}})
     dumped = load(path)
     assert [record[0] for record in dumped["requests"]] == ["a"]
-    assert dumped["left_out"] == {"unfinished[0]": "out of memory: ", "extra['args']": "out of memory: "}
+    starved_too = "out of memory (MemoryError)"
+    assert dumped["left_out"] == {"unfinished[0]": starved_too, "extra['args']": starved_too}
 
 
 @contextlib.contextmanager
@@ -548,7 +578,8 @@ def test_a_signal_handler_may_come_at_any_line_of_record(clock, path, line):
     assert history._bytes == sum(len(data) for _, data in history._kept)
 
 
-def test_threads_may_record_while_another_dumps(history, path):
+def test_threads_may_record_while_another_dumps(path):
+    history = CrashDumpHistory(max_bytes=5000)
     begun, stop = threading.Event(), threading.Event()
 
     def work():

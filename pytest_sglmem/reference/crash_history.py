@@ -49,9 +49,7 @@ class CrashDumpHistory:
         self.max_age, self.max_bytes = max_age, max_bytes
         self.left_out: Counter[str] = Counter()
         self._elapsed = elapsed
-        self._kept: deque[tuple[float, bytes]] = (
-            deque()
-        )  # (when by `elapsed`, pickle): the age stands outside the bytes
+        self._kept: deque[tuple[float, bytes]] = deque()  # (when by `elapsed`, pickle)
         self._arrived: deque[tuple[float, bytes]] = deque()  # on their way into `_kept`
         self._bytes = 0
         self._busy = False
@@ -160,7 +158,9 @@ class CrashDumpHistory:
             outer.append(record)
         outer.end_requests()
         for key, value in extra.items():
-            if (data := _pickled(value, f"extra[{key!r}]", missing)) is not None:
+            if key in ("requests", "left_out"):
+                missing[f"extra[{key!r}]"] = "the dump has an entry of this name"
+            elif (data := _pickled(value, f"extra[{key!r}]", missing)) is not None:
                 outer.entry(str(key), data)
         outer.entry("left_out", pickle.dumps(missing, _PROTOCOL))
         outer.end()
@@ -175,11 +175,11 @@ class CrashDumpHistory:
                 data = _pickled((request, output, created, None), f"unfinished[{index}]", missing)
                 if data is not None:
                     yield data
-        except (TypeError, ValueError) as error:  # an item that is no such triple; what stands before it is written
-            missing[f"unfinished[{index}:]"] = str(error)
+        except Exception as error:  # an item that is no such triple, say; what stands before it is written
+            missing[f"unfinished[{index}:]"] = type(error).__name__
 
     def _redacted(self, unfinished: Unfinished, redact: Redact, missing: dict[str, int | str]) -> Iterator[bytes]:
-        """The records restored, redacted and pickled, one at a time. The reason names no value: it may be a secret."""
+        """The records restored, redacted and pickled, one at a time."""
         with _collector_paused():
             for record in self._records(unfinished, missing):
                 try:
@@ -239,10 +239,11 @@ class _OuterPickle:
 
 
 def _pickled(value: object, name: str, missing: dict[str, int | str]) -> bytes | None:
+    """The value's pickle; None where it has none, and then the reason, which quotes nothing: it may be a secret."""
     try:
         return pickle.dumps(value, _PROTOCOL)
     except Exception as error:
-        missing[name] = f"{_why(error)}: {error}"
+        missing[name] = f"{_why(error)} ({type(error).__name__})"
         return None
 
 
