@@ -6,7 +6,8 @@ the end of a cycle they are read three times: as they are, after `ipc_collect` o
 The automatic collector rests meanwhile. What the harness does itself it does with functions taken before any fault is
 armed (`Hands`) and over a group of its own, so that a fault strikes the code under test and nothing else.
 
-It judges nothing; it only asks `judge.settled` whether another cycle could change the verdict.
+A rank that raises says so to the others, which raise `PeerFailed` at once rather than wait for it. It judges nothing;
+it only asks `judge.settled` whether another cycle could change the verdict.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import gc
 import pickle
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -25,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch
 import torch.distributed as dist
 
+from . import words
 from .digests import digest
 from .holders import chains_for_blocks
 from .judge import leaking_stacks, settled
@@ -34,12 +36,15 @@ from .sources import Census, Recording, reading, save_snapshot, stamped
 if TYPE_CHECKING:
     from .ipc import Ledger
 
-__all__ = ["Hands", "Meeting", "bounds", "trace", "trace_rank"]
+__all__ = ["Hands", "Meeting", "PeerFailed", "bounds", "trace", "trace_rank"]
 
 G = TypeVar("G")
 T = TypeVar("T")
-_PATIENCE = timedelta(minutes=30)  # as torch's own groups have; a world's limit on a call is shorter
-_perf_counter, _dumps, _loads = time.perf_counter, pickle.dumps, pickle.loads  # as they are before any fault is armed
+PATIENCE = 600.0  # seconds for the ranks of a job to meet: as long as torch's own limit for a collective of NCCL
+_WORLDS_PATIENCE = 86_400.0  # in a world the limit of the call is what ends a wait, and says more
+_ROLL_CALL = timedelta(seconds=1)  # for those who wait to say so, once one of them has waited in vain
+_perf_counter, _monotonic = time.perf_counter, time.monotonic
+_dumps, _loads = pickle.dumps, pickle.loads  # as they are before any fault is armed
 _SITES, _BLOCKS = 5, 64  # growing sites that are explained, and blocks of each that are looked at
 _COLLECTIONS = 3  # a collection can free what keeps the next garbage alive; more than three is a program of its own
 
@@ -61,6 +66,31 @@ class Hands:
         return cls(torch.cuda.synchronize, torch.cuda.ipc_collect, gc.collect, gc.enable, gc.disable, gc.isenabled)
 
 
+class PeerFailed(RuntimeError):
+    """A trace cannot go on, because another rank raised, ended, or does not come. `rank`: which; None: nobody can tell.
+
+    What that rank raised is raised there; here is only its first line.
+    """
+
+    def __init__(self, rank: int | None, how: str) -> None:
+        super().__init__(rank, how)
+        self.rank = rank
+        self.how = how
+
+    def __str__(self) -> str:
+        return f"{'another rank' if self.rank is None else f'rank {self.rank}'} of this trace {self.how}"
+
+
+def _first_line(error: BaseException, limit: int = 300) -> str:
+    """The error as one short line. Whatever its own `__str__` does."""
+    try:
+        text = str(error)
+    except Exception as another:
+        text = f"(its __str__ raised {type(another).__name__})"
+    line = next(iter(text.strip().splitlines()), "")
+    return f"{type(error).__name__}: {line}"[:limit] if line else type(error).__name__
+
+
 class Meeting:
     """Where the ranks of `group` wait for each other; alone where there is no process group.
 
@@ -68,26 +98,53 @@ class Meeting:
     `dist.barrier` strikes it, and it outlives a `destroy_process_group` of the code under test.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None, *, timeout: float = _WORLDS_PATIENCE) -> None:
+        """Meet the other ranks of `group`. `timeout`: seconds that a rank waits for the others, each time.
+
+        Raises PeerFailed where some do not come, ValueError where `timeout` is no number above 0.
+        """
+        if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
+            raise ValueError(f"timeout is a number of seconds, more than 0 (got {timeout!r})")
         self._group: Any = None  # torch declares none of its methods
-        self.rank, self.size = 0, 1
+        self._store: dist.Store | None = None
+        self._timeout = timeout
+        self.rank = 0
+        self.members: tuple[int, ...] = (0,)
         self._flag = torch.zeros(1, dtype=torch.int64, device="cpu")
         if not (dist.is_available() and dist.is_initialized()):
             return
-        members = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
-        self.rank, self.size = members.index(dist.get_rank()), len(members)
+        self.members = tuple(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD))
+        self.rank = dist.get_rank()
         store = dist.distributed_c10d._get_default_store()
-        name = "sglmem/" + ",".join(map(str, members))
+        name = "sglmem/" + ",".join(map(str, self.members))
         # Each rank counts its own meetings with these members, so they agree on the number and none is used twice.
         number = store.add(f"{name}/{self.rank}", 1)
-        self._group = dist.ProcessGroupGloo(
-            dist.PrefixStore(f"{name}/{number}", store), self.rank, self.size, timeout=_PATIENCE
-        )
+        self._store = dist.PrefixStore(f"{name}/{number}", store)
+        with self._waiting():
+            self._group = dist.ProcessGroupGloo(
+                self._store, self.members.index(self.rank), self.size, timeout=timedelta(seconds=timeout)
+            )
+
+    @property
+    def size(self) -> int:
+        """How many ranks meet."""
+        return len(self.members)
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """What the body raises is told to the other ranks, so that none of them waits for this one."""
+        try:
+            yield
+        except BaseException as error:
+            key = "gave-up" if isinstance(error, PeerFailed) else "failed"
+            self._write(f"{key}/{self.rank}", str(error) if key == "gave-up" else _first_line(error))
+            raise
 
     def barrier(self) -> None:
-        """Return when every rank is here."""
+        """Return when every rank is here. Raises PeerFailed where that cannot be, as all that waits here does."""
         if self._group is not None:
-            self._group.barrier().wait()
+            with self._waiting():
+                self._group.barrier().wait()
 
     def all_agree(self, flag: bool) -> bool:
         """Whether every rank says True."""
@@ -96,7 +153,8 @@ class Meeting:
         self._flag.fill_(int(flag))
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MIN  # type: ignore[assignment]
-        self._group.allreduce([self._flag], options).wait()
+        with self._waiting():
+            self._group.allreduce([self._flag], options).wait()
         return bool(self._flag.item())
 
     def gather(self, record: T) -> list[T]:
@@ -105,17 +163,65 @@ class Meeting:
             return [record]
         sent = torch.frombuffer(bytearray(_dumps(record)), dtype=torch.uint8)
         sizes = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(self.size)]
-        self._group.allgather([sizes], [torch.full((1,), len(sent), dtype=torch.int64, device="cpu")]).wait()
+        with self._waiting():
+            self._group.allgather([sizes], [torch.full((1,), len(sent), dtype=torch.int64, device="cpu")]).wait()
         longest = max(int(size) for size in sizes)
         padded = torch.zeros(longest, dtype=torch.uint8, device="cpu")
         padded[: len(sent)] = sent
         got = [torch.zeros(longest, dtype=torch.uint8, device="cpu") for _ in sizes]
-        self._group.allgather([got], [padded]).wait()
+        with self._waiting():
+            self._group.allgather([got], [padded]).wait()
         return [_loads(ctypes.string_at(one.data_ptr(), int(size))) for one, size in zip(got, sizes, strict=True)]
 
     def close(self) -> None:
-        """Leave the group. Nobody may still be waiting in it."""
+        """Leave the group. Who still waits in it raises."""
         self._group = None
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        begun = _monotonic()
+        try:
+            yield
+        except RuntimeError as error:  # gloo's: its message names a port, not a rank
+            raise self._why(error, _monotonic() - begun) from None
+
+    def _why(self, error: RuntimeError, waited: float) -> PeerFailed:
+        """Who is the reason that the others were waited for in vain, as far as the store and they can tell."""
+        raised = self._first("failed")
+        if raised is not None:
+            return PeerFailed(raised[0], f"raised {raised[1]}")
+        absent = self._absent()
+        gave_up = None if absent else self._first("gave-up")
+        if gave_up is not None:
+            return PeerFailed(gave_up[0], f"gave up: {gave_up[1]}")
+        how = f"did not come within {self._timeout:g} s" if waited >= self._timeout else "ended without a word"
+        if len(absent) == 1:
+            return PeerFailed(absent[0], how)
+        which = words.ranks(absent) if absent else "nobody can tell which"
+        return PeerFailed(None, f"{how} ({which}): {_first_line(error)}")
+
+    def _absent(self) -> list[int]:
+        """The ranks that do not say that they wait, or did, too."""
+        self._write(f"waits/{self.rank}", "yes")
+        if self._store is not None:
+            with suppress(RuntimeError):
+                self._store.wait([f"waits/{rank}" for rank in self.members], _ROLL_CALL)
+        return [rank for rank in self.members if not self._read(f"waits/{rank}")]
+
+    def _first(self, key: str) -> tuple[int, str] | None:
+        """The first rank that wrote something under this key, and what."""
+        return next(((rank, text) for rank in self.members if (text := self._read(f"{key}/{rank}"))), None)
+
+    def _read(self, key: str) -> str:
+        try:
+            return self._store.get(key).decode() if self._store is not None and self._store.check([key]) else ""
+        except RuntimeError:  # the store went with the process that kept it
+            return ""
+
+    def _write(self, key: str, text: str) -> None:
+        if self._store is not None:
+            with suppress(RuntimeError):  # as above
+                self._store.set(key, text)
 
 
 def bounds(cycles: int | tuple[int, int], warmup: int = 0) -> tuple[int, int]:
@@ -145,14 +251,16 @@ def trace_rank(
     progress: Callable[[int, int, int], None] | None = None,
     hands: Hands | None = None,
     artifacts: str | Path | None = None,
+    meeting: Meeting | None = None,
 ) -> RankTrace:
     """One rank's part of a trace: `setup(*args)` once, then `step(g)` for each `g` of `over`, the list once a cycle.
 
     Collective over `group` (None: the default group, or this process alone where there is none). `cycles`: how many
     are judged, after `warmup` more; (least, most) stops as soon as no rank's verdict can change. `before_step` is
     called before each step; `progress(cycle, step, live)` after it. `artifacts`: the folder where a rank that leaks
-    leaves torch's snapshot and a reference graph. Raises TypeError where `setup` returns no callable, ValueError where
-    `over` is empty, and whatever the step raises.
+    leaves torch's snapshot and a reference graph; `meeting`: the caller's own, in place of one over `group`. Raises
+    TypeError where `setup` returns no callable, ValueError where `over` is empty, whatever the step raises, and
+    PeerFailed where another rank's step raised or another rank ended.
     """
     least, most = bounds(cycles, warmup)
     geometries = list(over)
@@ -164,8 +272,10 @@ def trace_rank(
         step = setup(*args)
         if not callable(step):
             raise TypeError(f"setup must return the step, a callable of one geometry; {setup!r} returned {step!r}")
-        meeting = Meeting(group)  # after setup: it may be the one that makes the process group
-        stack.callback(meeting.close)
+        if meeting is None:
+            meeting = Meeting(group)  # after setup: it may be the one that makes the process group
+            stack.callback(meeting.close)
+        stack.enter_context(meeting.telling())
         stack.enter_context(_collector_at_rest(hands))
         run = Run(step, geometries, rank, meeting, hands, ledger, before_step, progress)
         run.cycles(least, most, warmup)
@@ -179,21 +289,30 @@ def trace(
     cycles: int | tuple[int, int] = (3, 12),
     warmup: int = 1,
     group: dist.ProcessGroup | None = None,
+    timeout: float = PATIENCE,
 ) -> Trace:
     """Trace `step` over the geometries `over` in an existing job: collective over `group`, every rank gets the `Trace`.
 
-    Without a process group it traces this process alone. `cycles`, `warmup` and errors as in `trace_rank`.
+    Without a process group it traces this process alone. `timeout`: seconds that ranks wait for each other at a quiet
+    point, so longer than a step may take in one rank more than in another. `cycles`, `warmup` and errors as in
+    `trace_rank`: where a rank raises, the others raise PeerFailed, which names it, unless they hang in the step itself.
     """
     from .ipc import Ledger
 
-    geometries = list(over)
-    meeting = Meeting(group)
+    meeting = Meeting(group, timeout=timeout)
     try:
-        with Ledger(meeting.rank) as ledger:
+        with meeting.telling(), Ledger(meeting.rank) as ledger:
+            geometries = list(over)
             mine = trace_rank(
-                lambda: step, geometries, rank=meeting.rank, cycles=cycles, warmup=warmup, group=group, ledger=ledger
+                lambda: step,
+                geometries,
+                rank=meeting.rank,
+                cycles=cycles,
+                warmup=warmup,
+                ledger=ledger,
+                meeting=meeting,
             )
-        return assemble(meeting.gather(mine), geometries, warmup=warmup)
+            return assemble(meeting.gather(mine), geometries, warmup=warmup)
     finally:
         meeting.close()
 

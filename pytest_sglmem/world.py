@@ -51,6 +51,7 @@ FINISH_LIMIT = 10.0  # seconds to leave the process group and run exit functions
 SEND_LIMIT = 10.0  # seconds for an idle rank to take a call in
 STALL_LOOK = 1.0  # seconds between two looks whether ranks wait for what cannot come
 LAST_LINES = 10  # lines of a dead rank's output that its failure quotes; the report section has all
+PEER_FAILED = f"{__package__}.tracing.PeerFailed"
 LIVE_EVERY = 0.1  # seconds between two looks at what ranks printed, under -s
 
 
@@ -466,6 +467,9 @@ class World:
         if current.died:  # a peer that is gone shows in the others' collectives: told, but not as failures of their own
             peers.shaken = {rank: text for rank, text in raised.items() if text.collective}
             raised = {rank: text for rank, text in raised.items() if rank not in peers.shaken}
+        first = {rank for rank, text in current.raised.items() if text.type != PEER_FAILED}
+        if first or current.died:  # the others of a trace say only that they know of it
+            raised = {rank: text for rank, text in raised.items() if rank in first}
         problems: list[RankError] = []
         for code in dict.fromkeys(current.died.values()):
             ranks = tuple(rank for rank, its in sorted(current.died.items()) if its == code)

@@ -13,6 +13,7 @@ import pytest_sglmem  # noqa: E402
 from pytest_sglmem.emulated import emulated_cuda  # noqa: E402
 from pytest_sglmem.judge import judge  # noqa: E402
 from pytest_sglmem.tracing import Hands, bounds, trace, trace_rank  # noqa: E402
+from pytest_sglmem.world import RankRaised  # noqa: E402
 
 KIB = 1024
 
@@ -272,6 +273,151 @@ def test_trace_over_a_group_is_the_same_in_every_rank(world):
         assert judge(again).bytes_per_cycle == (0, 0, KIB)
     assert whole[0][2].size == whole[1][2].size == 2
     assert whole[2][2] is None
+
+
+def _step_that_raises_on(rank, at=3):
+    import torch.distributed as dist
+
+    steps = []
+
+    def step(_):
+        steps.append(1)
+        if dist.get_rank() == rank and len(steps) == at:
+            raise KeyError("no such request\nwith details")
+
+    return step
+
+
+def _failure(body):
+    """What tracing raised here: its type's name, its text, the rank that it names."""
+    try:
+        body()
+    except Exception as error:
+        return type(error).__name__, str(error), getattr(error, "rank", None)
+    return None
+
+
+@pytest.mark.world(size=3)
+@pytest.mark.parametrize("at", [1, 3, 8])
+def test_a_rank_that_raises_in_an_existing_job_is_named_by_the_others(world, at):
+    def job():
+        return _failure(lambda: trace(_step_that_raises_on(1, at), [1, 2], cycles=3))
+
+    told = ("PeerFailed", "rank 1 of this trace raised KeyError: 'no such request\\nwith details'", 1)
+    assert world.run(job) == [told, ("KeyError", "'no such request\\nwith details'", None), told]
+
+
+@pytest.mark.world(size=2)
+def test_what_is_wrong_on_one_rank_only_is_told_too(world):
+    def job():
+        import torch.distributed as dist
+
+        step, over = (flat, [1]) if dist.get_rank() else (None, [1])
+        empty = _failure(lambda: trace(flat, over if dist.get_rank() else [], cycles=3))
+        return empty, _failure(lambda: trace(step, over, cycles=3))
+
+    (mine, _), (theirs, other) = world.run(job)
+    assert mine[0] == "ValueError"
+    assert theirs == ("PeerFailed", f"rank 0 of this trace raised ValueError: {mine[1]}", 0)
+    assert other[1].startswith("rank 0 of this trace raised TypeError: setup must return the step")
+
+
+@pytest.mark.world(size=3)
+def test_the_others_of_a_group_are_named_by_their_rank_in_the_job(world):
+    def job():
+        import torch.distributed as dist
+
+        pair = dist.new_group([1, 2])
+        if dist.get_rank() == 0:
+            return None
+        found = trace(flat, [1], cycles=3, group=pair)
+        failed = _failure(lambda: trace(_step_that_raises_on(2), [1], cycles=3, group=pair))
+        return [rank.rank for rank in found.ranks], failed[2]
+
+    assert world.run(job)[1:] == [([1, 2], 2), ([1, 2], None)]
+
+
+@pytest.mark.world(size=2)
+def test_a_rank_that_leaves_without_a_word_is_named(world):
+    def job():
+        import contextlib
+
+        import torch.distributed as dist
+
+        from pytest_sglmem.tracing import Meeting
+
+        if dist.get_rank() == 1:
+            Meeting.telling = lambda self: contextlib.nullcontext()  # as a process does that is killed
+        return _failure(lambda: trace(_step_that_raises_on(1), [1], cycles=3))
+
+    assert world.run(job)[0] == ("PeerFailed", "rank 1 of this trace ended without a word", 1)
+
+
+@pytest.mark.world(size=2)
+def test_a_rank_that_does_not_come_is_waited_for_until_the_limit(world):
+    def job():
+        import torch.distributed as dist
+
+        failed = None
+        if dist.get_rank() == 0:
+            failed = _failure(lambda: trace(flat, [1], timeout=0.5))
+        dist.barrier()
+        return failed
+
+    assert world.run(job)[0] == ("PeerFailed", "rank 1 of this trace did not come within 0.5 s", 1)
+
+
+@pytest.mark.world(size=2)
+def test_a_step_that_outlasts_the_limit_is_named_and_its_rank_learns_of_it(world):
+    def job():
+        import torch.distributed as dist
+
+        steps = []
+
+        def step(_):
+            steps.append(1)
+            if dist.get_rank() == 1 and len(steps) == 3:
+                dist.recv(torch.zeros(1, device="cpu"), src=0)  # until rank 0 has given up
+
+        failed = _failure(lambda: trace(step, [1], timeout=0.5))
+        if dist.get_rank() == 0:
+            dist.send(torch.zeros(1, device="cpu"), dst=1)
+        return failed
+
+    gave_up = "rank 1 of this trace did not come within 0.5 s"
+    assert world.run(job) == [
+        ("PeerFailed", gave_up, 1),
+        ("PeerFailed", f"rank 0 of this trace gave up: {gave_up}", 0),
+    ]
+
+
+@pytest.mark.parametrize("wrong", [0, -1, True, "5", None])
+def test_a_wrong_timeout_is_refused(device, wrong):
+    with pytest.raises(ValueError, match=f"got {wrong!r}"):
+        trace(flat, [1], timeout=wrong)
+
+
+@pytest.mark.world(size=3)
+def test_a_step_that_raises_in_one_rank_of_a_world_is_one_failure(world):
+    with pytest.raises(RankRaised, match="rank 1 of 3 raised KeyError") as caught:
+        world.trace(_step_that_raises_on, [1, 2], cycles=3, args=(1,))
+    assert "PeerFailed" not in str(caught.value)
+    assert world.run(lambda: 1) == [1, 1, 1]  # nobody was put away
+
+
+@pytest.mark.world(size=2)
+def test_a_step_that_skips_in_one_rank_skips(world):
+    def setup():
+        import torch.distributed as dist
+
+        def step(_):
+            if dist.get_rank() == 1:
+                pytest.skip("not on this one")
+
+        return step
+
+    with pytest.raises(pytest.skip.Exception, match="not on this one"):
+        world.trace(setup, [1], cycles=3)
 
 
 def late_setup():
