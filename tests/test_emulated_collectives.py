@@ -5,7 +5,11 @@ With `--sglmem-device cuda` on a machine of two GPUs the same functions run over
 
 from __future__ import annotations
 
+import re
+
 import pytest
+
+from pytest_sglmem import RankRaised
 
 torch = pytest.importorskip("torch")
 
@@ -79,7 +83,13 @@ def results():
 
 
 def test_results(world):
-    first, second = world.run(results)
+    """torch 2.6's gloo has no average and no reduce_scatter, and says so; torch 2.13's has both."""
+    try:
+        first, second = world.run(results)
+    except RankRaised as error:
+        if re.search("with Gloo|Gloo does not support", str(error)):
+            pytest.skip("the gloo of this torch lacks an operation that NCCL has")
+        raise
     assert first["all_reduce"] == second["all_reduce"] == [10, 12, 14, 16]
     assert first["average"] == [5, 6, 7, 8]
     assert first["bfloat16"] == first["broadcast"] == [10, 11, 12, 13]

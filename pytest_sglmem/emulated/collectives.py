@@ -8,9 +8,10 @@ operation is done. Buffers of NCCL itself are not there; `ProcessGroupNCCL.Optio
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import sys
+import time
+import weakref
 from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 NCCL = "nccl"
 NCCL_VERSION = (2 << 32) | (27 << 16)  # as NCCL packs 2.27.0, for code that asks whether it is new enough
+MANY = 256  # lent tensors, before those that came back are forgotten
+LONGEST = 5.0
 NOT_ALIASED = ("send", "recv_", "recv_any_source_", "barrier", "monitored_barrier_")
 
 
@@ -34,6 +37,7 @@ class Collectives:
         self._emulation = emulation
         self._memory = emulation.memory
         self._under_way: list[tuple[Any, list[torch.Tensor]]] = []
+        self._lent: list[weakref.ref[torch.Tensor]] = []
         self.nccl: set[str] = set()
 
     def run(self, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -53,6 +57,18 @@ class Collectives:
         """Let go of the tensors of what is done."""
         if self._under_way:
             self._under_way = [(work, held) for work, held in self._under_way if not work.is_completed()]
+        if len(self._lent) > MANY:
+            self._lent = [lent for lent in self._lent if lent() is not None]
+
+    def settle(self) -> None:
+        """Wait until gloo's threads have let go of every tensor they were lent, LONGEST seconds at most.
+
+        Freeing one takes the interpreter's lock, which a group's destructor holds while it waits for its threads.
+        """
+        until = time.monotonic() + LONGEST
+        while any(lent() is not None for lent in self._lent) and time.monotonic() < until:
+            time.sleep(0.0005)
+        self._lent.clear()
 
     def _made_by_torch(self, tensor: torch.Tensor) -> bool:
         """Whether torch's C++ made it in the call that is under way: there it would be on the device."""
@@ -66,10 +82,12 @@ class Collectives:
 
     def _alias(self, value: Any, held: list[torch.Tensor]) -> Any:
         if isinstance(value, torch.Tensor):
-            if self._memory.find(value) is None or not value.numel() or value.layout is not torch.strided:
+            if not value.numel() or value.layout is not torch.strided or value.device.type not in ("cpu", "cuda"):
                 return value
             held.append(value)
-            return without_owning(value)
+            alias = without_owning(value)
+            self._lent.append(weakref.ref(alias))
+            return alias
         if isinstance(value, (list, tuple)):
             return [self._alias(one, held) for one in value]
         return value
@@ -118,10 +136,10 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 def without_owning(tensor: torch.Tensor) -> torch.Tensor:
     """A CPU tensor over the same memory, which does not keep it alive."""
     storage = tensor.untyped_storage()
-    memory = (ctypes.c_char * storage.nbytes()).from_address(torch._C.StorageBase.data_ptr(storage))  # type: ignore
-    flat = torch.frombuffer(memory, dtype=torch.uint8)
-    bare = torch.empty(0, dtype=tensor.dtype)
-    return bare.set_(flat.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
+    address = torch._C.StorageBase.data_ptr(storage)  # type: ignore[attr-defined]
+    bare = torch._C._construct_storage_from_data_pointer(address, torch.device("cpu"), storage.nbytes())
+    alias = torch.empty(0, dtype=tensor.dtype)
+    return alias.set_(bare, tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
 @functools.lru_cache(maxsize=1)
@@ -186,7 +204,15 @@ def install(patches: Patches, emulation: Emulation) -> None:
 
         return make
 
+    def destroy_process_group(real: Any) -> Any:
+        def destroy(*args: Any, **kwargs: Any) -> Any:
+            emulation.collectives.settle()
+            return real(*args, **kwargs)
+
+        return destroy
+
     replace("init_process_group", init_process_group)
+    replace("destroy_process_group", destroy_process_group)
     replace("new_group", new_group)
     replace("get_backend", get_backend)
     replace("is_nccl_available", lambda real: lambda: True)
