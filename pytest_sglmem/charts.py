@@ -56,7 +56,8 @@ def lines(check: LiveBytes) -> list[Line]:
     alike: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = {}
     for rank, ends in enumerate(check["settled"]):
         series = tuple(check["series"][rank]) if rank < len(check["series"]) else ()
-        alike.setdefault((series, tuple(ends)), []).append(rank)
+        if series or ends:  # a rank that was not traced has neither
+            alike.setdefault((series, tuple(ends)), []).append(rank)
     return [Line(tuple(ranks), series, ends) for (series, ends), ranks in alike.items()]
 
 

@@ -99,22 +99,25 @@ def judge(trace: Trace, *, tolerance: int = 0, ignore_sites: Sequence[str] = ())
         raise ValueError(f"tolerance is a number of bytes a cycle, 0 or more (got {tolerance!r})")
     found = [_of_rank(rank, trace.warmup, tolerance, tuple(ignore_sites)) for rank in trace.ranks]
     sites = _sites(found, trace)
+    rows = _rows(trace)
+    traced = [None if at is None else trace.ranks[at] for at in rows]
+    judged = [None if at is None else found[at] for at in rows]
     return Verdict(
         verdict=_word(found),
-        bytes_per_cycle=tuple(one.bytes_per_cycle for one in found),
-        settled=tuple(one.settled for one in found),
-        series=tuple(rank.series for rank in trace.ranks),
-        cyclic_bytes=tuple(one.cyclic for one in found),
-        late_bytes=tuple(one.late for one in found),
+        bytes_per_cycle=tuple(one.bytes_per_cycle if one else 0 for one in judged),
+        settled=tuple(one.settled if one else () for one in judged),
+        series=tuple(rank.series if rank else () for rank in traced),
+        cyclic_bytes=tuple(one.cyclic if one else 0 for one in judged),
+        late_bytes=tuple(one.late if one else 0 for one in judged),
         tolerance=tolerance,
         cycles=trace.cycles,
         warmup=trace.warmup,
-        outputs_digest=tuple(_digest(rank.digests) for rank in trace.ranks),
+        outputs_digest=tuple(_digest(rank.digests) if rank else "" for rank in traced),
         sites=sites + _outside_site(trace),
         ipc=_ipc(trace),
         geometries=trace.geometries,
-        outside_bytes=tuple(rank.ends[-1].after_gc.outside for rank in trace.ranks) if trace.cycles else (),
-        reserved_bytes=tuple(_idle(rank) for rank in trace.ranks) if trace.cycles else (),
+        outside_bytes=tuple(r.ends[-1].after_gc.outside if r else None for r in traced) if trace.cycles else (),
+        reserved_bytes=tuple(_idle(rank) if rank else 0 for rank in traced) if trace.cycles else (),
         note=_note(found, trace, tolerance),
         slowest=_slowest(trace),
     )
@@ -452,6 +455,14 @@ def _matches(stack: Stack, patterns: Sequence[str]) -> bool:
 # The world's verdict, out of its ranks'.
 
 _ORDER: tuple[VerdictWord, ...] = ("leak", "filling", "cyclic", "late", "flat")
+
+
+def _rows(trace: Trace) -> list[int | None]:
+    """For each number of a rank, up to the last, where in the trace that rank is; None for one that was not traced."""
+    at = {rank.rank: place for place, rank in enumerate(trace.ranks)}
+    if len(at) < len(trace.ranks):  # a trace made by hand, without numbers
+        return list(range(len(trace.ranks)))
+    return [at.get(number) for number in range(max((*at, *trace.dead), default=-1) + 1)]
 
 
 def _word(found: Sequence[_RankFinding]) -> VerdictWord:

@@ -250,7 +250,8 @@ class SlowStep:
 class Verdict:
     """What is said of a trace. The fields are those of the report; `words.py` turns them into text.
 
-    `bytes_per_cycle`, `settled`, `series`, `cyclic_bytes`, `late_bytes`, `outputs_digest`: one entry a rank.
+    `bytes_per_cycle`, `settled`, `series`, `cyclic_bytes`, `late_bytes`, `outputs_digest`: one entry a rank, by its
+    number; 0 or empty for a rank that was not traced (it was dead, or is of another group).
     """
 
     verdict: VerdictWord
@@ -326,7 +327,8 @@ class WarningText:
 class Answer:
     """One rank's answer to one call. `call` is the call's number: a late answer never answers the next question.
 
-    Exactly one of `value` (pickled bytes of the result; the receipt that the body ran to its end) and `raised` is there.
+    Exactly one of `value` (pickled bytes of the result; the receipt that the body ran to its end) and `raised` is
+    there.
     """
 
     call: int

@@ -121,10 +121,11 @@ def _times(count: int) -> str:
 
 def _head(verdict: Verdict) -> str:
     cycles = f"{verdict.cycles} cycle{'s' * (verdict.cycles != 1)} + {verdict.warmup} warm-up"
-    world = len(verdict.bytes_per_cycle)
+    world = _traced(verdict)
     if verdict.verdict == "leak":
         leaking = [rank for rank, rate in enumerate(verdict.bytes_per_cycle) if rate > verdict.tolerance]
-        who = f"{ranks(leaking)} of {world}" if len(leaking) < world else ("all " * (world > 1) + f"{world} ranks")
+        traced = " traced" * (world < len(verdict.settled))  # others were dead, or are of another group
+        who = f"{ranks(leaking)} of {world}{traced}" if len(leaking) < world else f"{'all ' * (world > 1)}{world} ranks"
         who = "1 rank" if world == 1 else who
         most = size(max(verdict.bytes_per_cycle))
         return f"leak: {most} a cycle on {who}, allowed {size(verdict.tolerance)} ({cycles})"
@@ -136,6 +137,11 @@ def _head(verdict: Verdict) -> str:
     if verdict.verdict == "late":
         return f"late: device memory waits for somebody's ipc_collect ({cycles})"
     return f"flat: {size(max((v[-1] for v in verdict.settled if v), default=0))} ({cycles})"
+
+
+def _traced(verdict: Verdict) -> int:
+    """How many ranks were traced: one that was not has no settled bytes."""
+    return sum(map(bool, verdict.settled)) or len(verdict.bytes_per_cycle)
 
 
 def _helped(verdict: Verdict) -> Iterator[str]:
@@ -197,7 +203,7 @@ def _unit(settled: Sequence[Sequence[int]]) -> tuple[str, int, int]:
 
 
 def _site(site: SiteVerdict, verdict: Verdict) -> Iterator[str]:
-    world = len(verdict.bytes_per_cycle)
+    world = _traced(verdict)
     blocks = f" in {site.blocks_per_cycle:g} blocks" if site.blocks_per_cycle > 1 else ""
     where = f", {ranks(site.ranks)}" if len(site.ranks) < world else ""
     yield f"  +{size(site.bytes_per_cycle)} a cycle{blocks}{where}: {site.site}"

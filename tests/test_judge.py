@@ -85,6 +85,28 @@ def test_one_rank_of_four_is_enough():
     assert (verdict.verdict, verdict.bytes_per_cycle) == ("leak", (0, 0, 0, 1))
 
 
+def test_ranks_are_named_by_their_numbers_where_one_is_dead():
+    ranks = rank_of([8, 8, 8], 0), rank_of([8, 9, 10], 2)
+    verdict = judge(Trace(ranks, ("g",), 0, dead=(1, 3)))
+    assert verdict.bytes_per_cycle == (0, 0, 1, 0)
+    assert verdict.settled == ((8, 8, 8), (), (8, 9, 10), ())
+    assert len(verdict.late_bytes) == len(verdict.cyclic_bytes) == len(verdict.outputs_digest) == 4
+    assert verdict.sites[0].ranks == (2,)
+    assert str(LeakError(verdict)).startswith("leak: 1 B a cycle on rank 2 of 2 traced, allowed 0 B")
+    assert "rank 1" not in str(LeakError(verdict))
+
+
+def test_all_that_are_left_leak():
+    verdict = judge(Trace((rank_of([8, 9, 10], 1), rank_of([8, 9, 10], 2)), ("g",), 0, dead=(0,)))
+    assert str(LeakError(verdict)).startswith("leak: 1 B a cycle on all 2 ranks, allowed 0 B")
+    assert "  ranks 1, 2" in str(LeakError(verdict))
+
+
+def test_a_trace_of_other_ranks_than_the_first():
+    verdict = judge(Trace((rank_of([8, 8, 8], 2, late=1), rank_of([8, 8, 8], 3)), ("g",), 0))
+    assert (verdict.verdict, verdict.late_bytes) == ("late", (0, 0, 1, 0))
+
+
 @pytest.mark.parametrize("slack", [512, 513])
 def test_the_tolerance_is_exact(slack):
     leak = judge(trace_of([0, 513, 1026, 1539]), tolerance=slack)

@@ -13,7 +13,7 @@ import pytest_sglmem  # noqa: E402
 from pytest_sglmem.emulated import emulated_cuda  # noqa: E402
 from pytest_sglmem.judge import judge  # noqa: E402
 from pytest_sglmem.tracing import Hands, bounds, trace, trace_rank  # noqa: E402
-from pytest_sglmem.world import RankRaised  # noqa: E402
+from pytest_sglmem.world import RankDied, RankRaised  # noqa: E402
 
 KIB = 1024
 
@@ -418,6 +418,28 @@ def test_a_step_that_skips_in_one_rank_skips(world):
 
     with pytest.raises(pytest.skip.Exception, match="not on this one"):
         world.trace(setup, [1], cycles=3)
+
+
+def _leaks_on_rank_2():
+    import os
+
+    kept = []
+    return lambda _: kept.append(block(KIB * (os.environ["RANK"] == "2")))
+
+
+@pytest.mark.world(size=3, init=False)
+def test_the_ranks_that_are_left_keep_their_numbers(world, live_bytes):
+    def dies():
+        import os
+
+        os._exit(3)
+
+    with pytest.raises(RankDied, match="rank 1"):
+        world.run_on([1], dies)
+    verdict = live_bytes.judge(world.trace(_leaks_on_rank_2, [1], cycles=3))
+    assert verdict.bytes_per_cycle == (0, 0, KIB)
+    assert verdict.settled == ((0, 0, 0), (), (2 * KIB, 3 * KIB, 4 * KIB))
+    assert verdict.sites[0].ranks == (2,)
 
 
 def late_setup():
