@@ -7,12 +7,9 @@ neither torch nor numpy.
 from __future__ import annotations
 
 import importlib
-from importlib.metadata import PackageNotFoundError, version
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING
-
-# The one public name that is also a module's. Taken here, it is the function for good; taken on first use, the import
-# system would put the module in its place as soon as anything imports it.
-from .judge import judge
 
 if TYPE_CHECKING:  # what `__getattr__` finds, for type checkers: the package is typed
     from . import reference as reference
@@ -24,6 +21,7 @@ if TYPE_CHECKING:  # what `__getattr__` finds, for type checkers: the package is
     from .judge import IpcContractWarning as IpcContractWarning
     from .judge import LateReleaseWarning as LateReleaseWarning
     from .judge import LeakError as LeakError
+    from .judge import judge as judge
     from .objects import GrowthError as GrowthError
     from .records import Growth as Growth
     from .records import Trace as Trace
@@ -35,11 +33,14 @@ if TYPE_CHECKING:  # what `__getattr__` finds, for type checkers: the package is
     from .world import RankSilent as RankSilent
     from .world import World as World
 
+    __version__: str
+
 _HOME = {
     "Trace": "records",
     "Verdict": "records",
     "Growth": "records",
     "trace": "tracing",
+    "judge": "judge",
     "LeakError": "judge",
     "CyclicMemoryWarning": "judge",
     "LateReleaseWarning": "judge",
@@ -57,15 +58,26 @@ _HOME = {
     "Geometry": "geometry",
     "geometries": "geometry",
 }
-__all__ = [*_HOME, "judge", "reference"]
+__all__ = [*_HOME, "reference"]
 
-try:
-    __version__ = version("pytest-sglmem")
-except PackageNotFoundError:  # running from a source tree that nobody installed
-    __version__ = "0"
+
+class _Package(ModuleType):
+    """This package. `judge` is a public function and a module's name: the import system, which puts a module into its
+    package once it is loaded, puts the function there instead.
+    """
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name == "judge" and isinstance(value, ModuleType):
+            value = value.judge
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str) -> object:
+    if name == "__version__":
+        return _version()
     if name == "reference":
         return importlib.import_module(".reference", __name__)
     if name not in _HOME:
@@ -73,5 +85,14 @@ def __getattr__(name: str) -> object:
     return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
 
 
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("pytest-sglmem")
+    except PackageNotFoundError:  # running from a source tree that nobody installed
+        return "0"
+
+
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    return sorted([*globals(), *__all__, "__version__"])

@@ -1,6 +1,7 @@
 """The end of a session, in the one process that writes: take what rides on the tests' reports, print it, write it.
 
-Under xdist this is the controller; a worker's `Collector` takes the same reports and writes nothing.
+Under xdist this is the controller; a worker's `Collector` takes the same reports and writes nothing. Where no test used
+anything of ours and no file is asked for, `report.py` is not even loaded.
 """
 
 from __future__ import annotations
@@ -8,17 +9,14 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
-from . import report
-from .options import Settings
-
 if TYPE_CHECKING:
     from .document import Document, Test
+    from .options import Settings
 
 
 class Collector:
@@ -33,16 +31,24 @@ class Collector:
         self._left_out: list[str] = []
         self.proof: dict[str, object] | None = None
         self._baseline = self._load_baseline() if self._writes else None
-        for path in settings.report if self._writes else ():
+        if self._writes and settings.report:
+            self._check_paths()
+
+    def _check_paths(self) -> None:
+        from . import report
+
+        for path in self._settings.report:
             try:
                 report.check_path(path)
             except ValueError as error:
-                raise pytest.UsageError(f"{settings.origins['report']}: {error}") from None
+                raise pytest.UsageError(f"{self._settings.origins['report']}: {error}") from None
 
     def _load_baseline(self) -> Document | None:
         path = self._settings.baseline
         if path is None:
             return None
+        from . import report
+
         try:
             return report.load(path)
         except (OSError, ValueError) as error:
@@ -59,6 +65,8 @@ class Collector:
 
     def document(self) -> Document:
         """The session so far."""
+        from . import report
+
         return report.session(
             self._entries.values(),
             versions=_versions(),
@@ -67,11 +75,17 @@ class Collector:
             proof=self.proof,
         )
 
+    def _something_to_say(self) -> bool:
+        return self.proof is not None or any(entry["live_bytes"] or entry["gc"] for entry in self._entries.values())
+
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """Compare with the baseline, write the reports."""
-        if not self._writes:
+        asked = self._settings.report or self._baseline is not None
+        if not self._writes or not (asked or self._something_to_say()):
             return
+        from . import report
+
         document = self.document()
         if self._baseline is not None:
             self._grown = report.compare(document, self._baseline, self._settings.baseline_tolerance)
@@ -89,19 +103,28 @@ class Collector:
         """One section, only where there is something to say."""
         if not self._writes:
             return
+        self._summary(terminalreporter, config)
+        for line in self._grown:
+            terminalreporter.write_line(f"baseline: {line}", red=True)
+        for line in self._left_out:
+            terminalreporter.write_line(f"baseline: {line}")
+
+    def _summary(self, terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+        if not self._something_to_say():
+            return
+        from . import report
+
         width = config.get_terminal_writer().fullwidth
         lines = report.terminal_lines(self.document(), width, config.get_verbosity())
         if lines:
             terminalreporter.write_sep("=", "sglmem")
             for line in lines:
                 terminalreporter.write_line(line)
-        for line in self._grown:
-            terminalreporter.write_line(f"baseline: {line}", red=True)
-        for line in self._left_out:
-            terminalreporter.write_line(f"baseline: {line}")
 
 
 def _versions() -> dict[str, str | None]:
+    from importlib.metadata import PackageNotFoundError, version
+
     # torch's version by its metadata: a session that never imported torch must not import it to say so.
     known = {"python": platform.python_version(), "implementation": sys.implementation.name}
     for package in ("pytest-sglmem", "torch", "pytest"):

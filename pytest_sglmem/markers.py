@@ -7,8 +7,7 @@ unknown keyword or an impossible value is a `pytest.UsageError` that echoes it a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Literal, NamedTuple, cast
 
 import pytest
 
@@ -26,8 +25,7 @@ MARKERS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class WorldAsked:
+class WorldAsked(NamedTuple):
     """A `world` marker. `size` None: what `--sglmem-world` says; `backend` None: what suits the device."""
 
     size: int | None = None
@@ -52,7 +50,7 @@ def world_asked(mark: pytest.Mark | None, origin: str) -> WorldAsked:
         raise pytest.UsageError(
             f"world{mark.args!r} ({origin}): should be keywords, such as world(size={mark.args[0]!r})"
         )
-    known = WorldAsked.__dataclass_fields__
+    known = WorldAsked._fields
     for keyword in mark.kwargs:
         if keyword not in known:
             raise pytest.UsageError(

@@ -2,21 +2,20 @@
 
 `--sglmem-x` on the command line wins over `sglmem_x` in the ini file; a default is what neither said. A wrong value is
 a `pytest.UsageError` that echoes the value, says where it came from and what would be right. Nothing here imports torch
-or looks at the machine: whether a device exists is asked where a world starts.
+or looks at the machine: whether a device exists is asked where a world starts. Records are named tuples because every
+session loads this: a dataclass takes six times as long to make.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import pytest
 
 
-@dataclass(frozen=True, slots=True)
-class Option:
+class Option(NamedTuple):
     """One option. `parse` turns text into the value and raises ValueError with what would be right."""
 
     name: str
@@ -150,8 +149,7 @@ INI_ONLY: tuple[tuple[str, str], ...] = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
+class Settings(NamedTuple):
     """What the session runs with. Times in seconds, `baseline_tolerance` in percent."""
 
     world: int

@@ -127,7 +127,18 @@ class TestState:
         self.progress: Narrator | None = None
 
     def entry(self, nodeid: str) -> Test:
-        """The test's entry in the report, as it stands."""
+        """The test's entry in the report, as it stands. A test that used nothing of ours loads nothing for it."""
+        used = self.world_entry or self.verdicts or self.growths or self.fired
+        if not used:
+            return {
+                "nodeid": nodeid,
+                "outcome": self.outcome,
+                "seconds": round(self.seconds, 6),
+                "world": None,
+                "live_bytes": [],
+                "gc": [],
+                "faults": [],
+            }
         from . import report
 
         return report.entry(

@@ -198,7 +198,7 @@ class Proof:
         self._running, self._failure = True, Failure()
         self.faults = () if fault is None else (fault,)
         # What a failing run would leave behind is of no use to anyone: it failed because it was to fail.
-        self._session.settings = dataclasses.replace(settings, timeout=limit, artifacts=self._artifacts)
+        self._session.settings = settings._replace(timeout=limit, artifacts=self._artifacts)
         try:
             item.ihook.pytest_runtest_protocol(item=item, nextitem=None)
             state: Observed = item.stash[self._observed]

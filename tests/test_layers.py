@@ -37,7 +37,6 @@ RUNG = {module: rung for rung, modules in LADDER.items() for module in modules}
 SIDEWAYS = {
     "plugin": {"prove", "options", "markers", "collector", "live_bytes"},
     "prove": {"proof", "options"},
-    "collector": {"options"},
     "world": {"stacks"},
     "report": {"html", "summary"},
     "html": {"charts", "summary"},
@@ -193,6 +192,22 @@ def test_loading_imports_neither_torch_nor_numpy(code):
     loaded = _loaded(code)
     assert "pytest_sglmem" in loaded
     assert not loaded & {"torch", "numpy", "jinja2", "pygal", "objgraph", "cloudpickle", "cattrs"}
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import pytest_sglmem",
+        "import pytest_sglmem.judge",
+        "from pytest_sglmem.words import size",
+        "import pytest_sglmem.judge as first; import pytest_sglmem",
+        "from pytest_sglmem.judge import judge as first; assert pytest_sglmem.judge is first",
+        "from pytest_sglmem import judge as first; assert pytest_sglmem.judge is first",
+    ],
+)
+def test_judge_is_the_function_whoever_imported_its_module_first(code):
+    check = "import pytest_sglmem; assert 'pytest_sglmem.judge' not in __import__('sys').modules"
+    assert _loaded(f"{check}; {code}; assert pytest_sglmem.judge.__qualname__ == 'judge', pytest_sglmem.judge")
 
 
 def test_the_probe_sees_what_is_loaded():

@@ -175,12 +175,21 @@ def test_growth_fails_and_is_reported(pytester):
     assert (growth["verdict"], growth["objects_per_append"], growth["by_type"]) == ("growing", 1.0, {"list": 1.0})
 
 
-def test_a_session_without_us_says_one_line(pytester):
+def test_a_session_without_us_says_one_line_and_loads_four_modules(pytester):
     pytester.makepyfile("def test_nothing(): pass")
-    result = pytester.runpytest("-W", "error", "--strict-markers", "--strict-config")
+    pytester.makeconftest(
+        """
+        import sys
+
+        def pytest_unconfigure():
+            print("loaded", *sorted(name for name in sys.modules if name.startswith("pytest_sglmem.")))
+        """
+    )
+    result = pytester.runpytest_subprocess("-W", "error", "--strict-markers", "--strict-config")
     result.assert_outcomes(passed=1)
     assert [line for line in result.stdout.lines if "sglmem" in line and not line.startswith("plugins:")] == [
-        "sglmem: world 2, device auto, launcher local, seed 0"
+        "sglmem: world 2, device auto, launcher local, seed 0",
+        "loaded pytest_sglmem.collector pytest_sglmem.markers pytest_sglmem.options pytest_sglmem.plugin",
     ]
     assert not (pytester.path / ".sglmem").exists()
 
