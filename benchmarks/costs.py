@@ -42,6 +42,9 @@ def costs(rank: int, mib: float) -> list[tuple[str, float, float]]:
     def post():
         ulysses._board.post(code)
 
+    def agree():
+        ulysses._board.agree(code)
+
     def wait_here():
         driver.cuStreamWaitValue32(stream, flags.data_ptr(), 0, 0)
 
@@ -58,6 +61,7 @@ def costs(rank: int, mib: float) -> list[tuple[str, float, float]]:
         "capturing": torch.cuda.is_current_stream_capturing,
         "key": lambda: ulysses._key(send),
         "board.post": post,
+        "board.agree": agree,
         "view of the result": lambda: staging.mine[0].view(send.shape),
         "chunks": lambda: send.view(2, -1).unbind(0),
         "memcpy here": lambda: driver.cuMemcpyDtoDAsync(here, source, size, stream),

@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
 
 from pytest_sglmem.reference import UlyssesAllToAll  # noqa: E402
-from pytest_sglmem.reference.board import _AHEAD, _RING, Board, PeerSilent, Plan, PlanMismatch  # noqa: E402
+from pytest_sglmem.reference.board import _AHEAD, _PID, _RING, _ROW, Board, PeerSilent, Plan, PlanMismatch  # noqa: E402
 from pytest_sglmem.reference.order import HostOrder, StreamOrder, Watch, has_come  # noqa: E402
 from pytest_sglmem.reference.replaced_ulysses import EvictWithoutRelease, OneHandleForAll  # noqa: E402
 
@@ -26,6 +26,11 @@ def live():
 
 def handed_out():
     return torch._C._cuda_memoryStats(torch.cuda.current_device())["allocation"]["all"]["allocated"]
+
+
+def flags(ulysses):
+    """Bytes that the order itself holds: a flag a rank, in the allocator's smallest block."""
+    return 512 if ulysses.order == "stream" else 0
 
 
 def sending(elements, dtype=torch.float32, seed=0):
@@ -122,10 +127,10 @@ def test_staging_is_bounded_and_the_least_recently_used_goes(world):
         two = 2 * 4 * 1024
         ulysses.exchange(buffers[1])
         ulysses.exchange(buffers[2])
-        assert live() - empty == two * (1 + 2)  # exactly the cap: nobody goes
+        assert live() - empty - flags(ulysses) == two * (1 + 2)  # exactly the cap: nobody goes
         ulysses.exchange(buffers[1])
         ulysses.exchange(buffers[3])
-        assert live() - empty == two * (1 + 3)  # one more: 2 was used longest ago
+        assert live() - empty - flags(ulysses) == two * (1 + 3)  # one more: 2 was used longest ago
         before = handed_out()
         ulysses.exchange(buffers[1])
         assert handed_out() == before
@@ -141,7 +146,7 @@ def test_making_room_comes_before_taking_it(world):
         torch.cuda.reset_peak_memory_stats()
         for send in (*sends, *sends):
             ulysses.exchange(send)
-        return torch.cuda.max_memory_allocated() - held
+        return torch.cuda.max_memory_allocated() - held - flags(ulysses)
 
     assert world.run(check) == [2 * 4 * 2048] * 2
 
@@ -495,7 +500,7 @@ def test_a_rank_that_is_gone_is_called_gone(world):
     def check():
         board = Board(None, 0.2)
         dist.barrier()
-        board._words[(1 - board.rank) * (3 + _RING) + 2] = 2**22 + 1  # more than any process number
+        board._words[(1 - board.rank) * _ROW + _PID] = 2**22 + 1  # more than any process number
         dist.barrier()
         return caught(PeerSilent, lambda: board._wait(0, 1))
 
@@ -648,7 +653,7 @@ def test_the_pool_grows_to_the_largest_call_and_old_and_new_never_coexist(world)
         for each in inputs:
             torch.cuda.reset_peak_memory_stats()
             ulysses.attention(*each, lambda q, k, v: q)
-            sizes.append((live() - before, torch.cuda.max_memory_allocated() - before))
+            sizes.append([now - before - flags(ulysses) for now in (live(), torch.cuda.max_memory_allocated())])
         assert [now for now, _ in sizes] == [pool(64), pool(64), pool(128), pool(128)]
         assert sizes[2][1] == pool(128) + inputs[2][0].numel() * 2  # the new pool and the result: not the old pool
 
@@ -662,7 +667,7 @@ def test_a_pool_a_dtype(world):
         for dtype, times in ((torch.float32, 1), (BF16, 1), (torch.float32, 2)):
             for _ in range(times):
                 ulysses.attention(*qkv(1, 64, 4, 4, 32, dtype), lambda q, k, v: q)
-        return live() - before
+        return live() - before - flags(ulysses)
 
     assert world.run(check) == [4 * 2 * 64 * 2 * 32 * (2 + 4)] * 2
 
@@ -786,20 +791,59 @@ def test_one_rank_without_a_driver_is_enough_for_the_host(emulated):
     assert emulated.run(check) == ["host", "host"]
 
 
-def test_on_the_device_a_silent_rank_lets_the_stream_go_and_is_named(emulated):
+def test_on_the_device_a_silent_rank_is_named_before_the_stream_waits_for_it(emulated):
     def check():
         on_the_device()
         ulysses = UlyssesAllToAll(limit=0.2)
         send = sending(8)
         ulysses.exchange(send)
-        if ulysses.rank == 0:
-            ulysses.exchange(send)  # waits for rank 1's flag until the watch writes it
-            said = caught(PeerSilent, lambda: ulysses.exchange(send))
+        said = caught(PeerSilent, lambda: ulysses.exchange(send)) if ulysses.rank == 0 else ""
         dist.barrier()
-        ulysses.__exit__(PeerSilent, PeerSilent(), None)  # as leaving the context by that error does
-        return said if ulysses.rank == 0 else None
+        return said
 
     assert "rank 1 is in call 1 (exchange of 8 float32 elements)" in emulated.run(check)[0]
+
+
+def test_on_the_device_a_rank_that_came_and_sent_nothing_lets_the_stream_go_and_is_named(emulated):
+    def check():
+        on_the_device()
+        ulysses = UlyssesAllToAll(limit=0.2)
+        send = sending(8)
+        ulysses.exchange(send)
+        if ulysses.rank == 1:
+            ulysses._order.announce(Plan("exchange", 8, torch.float32).code())  # as one that is killed after this line
+            dist.barrier()
+            return ""
+        ulysses.exchange(send)  # waits for rank 1's flag until the watch writes it
+        said = caught(
+            PeerSilent, lambda: ulysses._order.exchange(ulysses._staging[8, torch.float32].routes[0], send, 3)
+        )
+        dist.barrier()
+        return said
+
+    assert "rank 1 is in call 2 (exchange of 8 float32 elements)" in emulated.run(check)[0]
+
+
+@pytest.mark.parametrize("order", ["stream", "host"])
+def test_a_rank_that_fails_inside_a_call_lets_the_others_go(emulated, order):
+    def check():
+        def fail(q, k, v):
+            raise KeyError("attend")
+
+        on_the_device()
+        ulysses = UlyssesAllToAll(limit=60, order=order)
+        q, k, v = qkv(1, 2, 8, 8, 8, BF16)
+        ulysses.attention(q, k, v, attend, 2)
+        first = caught((KeyError, PeerSilent), lambda: ulysses.attention(q, k, v, fail if ulysses.rank else attend, 2))
+        dist.barrier()
+        return first, caught(PeerSilent, lambda: ulysses.exchange(sending(8)))
+
+    (early, late), (own, after) = emulated.run(check, timeout=30)
+    left = "rank 1 left by an error in call 2 (attention of 512 bfloat16 elements, cut "
+    assert own == "'attend'"
+    assert left in (late if order == "stream" else early)
+    assert after.startswith(left)
+    assert after.endswith("make a new one")
 
 
 @pytest.mark.parametrize(

@@ -25,10 +25,10 @@ _DTYPES = tuple(sorted((d for d in vars(torch).values() if isinstance(d, torch.d
 # overwritten before everybody has compared it.
 _AHEAD = 32
 _RING = 2 * _AHEAD
-_POSTED, _DONE, _PID, _PLANS = range(4)
+_POSTED, _DONE, _PID, _LEFT, _PLANS = range(5)
 _ROW = _PLANS + _RING
 _YIELDS = 100
-_LONGEST_NAP_S = 0.001
+_SHORTEST_NAP_S, _LONGEST_NAP_S = 2e-5, 1e-3  # in between, a small part of what has been waited already
 
 
 class PlanMismatch(RuntimeError):
@@ -36,7 +36,7 @@ class PlanMismatch(RuntimeError):
 
 
 class PeerSilent(RuntimeError):
-    """A rank did not come to a call within the limit."""
+    """A rank did not come to a call within the limit, or left by an error and will not come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,17 +88,20 @@ class Board:
 
         It does not wait for them, except where one is far behind. Raises PlanMismatch, PeerSilent.
         """
-        self.calls += 1
-        words, mine = self._words, self._mine
-        words[mine + _PLANS + self.calls % _RING] = code
-        words[mine + _POSTED] = self.calls  # after the plan: who sees the call sees its plan
-        if self.compare() < self.calls - _AHEAD:
+        if self._post(code) < self.calls - _AHEAD:
             self._wait(_POSTED, self.calls - _AHEAD)
 
     def agree(self, code: int) -> None:
-        """`post`, then wait until every rank has come to the same call with the same plan."""
-        self.post(code)
-        self._wait(_POSTED, self.calls)
+        """Say what this rank's next call does, and wait until every rank has come to it with the same plan.
+
+        Raises PlanMismatch, PeerSilent.
+        """
+        if self._post(code) < self.calls:
+            self._wait(_POSTED, self.calls)
+
+    def leave(self) -> None:
+        """Say that this rank comes to no further call: who waits for it need not wait for the limit."""
+        self._words[self._mine + _LEFT] = 1
 
     def compare(self) -> int:
         """Compare every plan that is known of another rank with this rank's own.
@@ -134,29 +137,46 @@ class Board:
         last = "; ".join(f"rank {rank}{self._gone(rank)} is in {self._said(rank)}" for rank in ranks)
         return PeerSilent(f"rank {self.rank} waited {self.limit:g} s in {where} for {len(ranks)} of its peers: {last}")
 
+    def _post(self, code: int) -> int:
+        words, mine = self._words, self._mine
+        if words[mine + _LEFT]:
+            raise PeerSilent(f"rank {self.rank} left by an error in {self._said(self.rank)}; make a new one")
+        self.calls += 1
+        words[mine + _PLANS + self.calls % _RING] = code
+        words[mine + _POSTED] = self.calls  # after the plan: who sees the call sees its plan
+        return self.compare()
+
     def _wait(self, column: int, number: int) -> None:
         words, rows = self._words, [rank * _ROW + column for rank in self._others]
         self._patiently(lambda: all(words[row] >= number for row in rows), column, number)
         self.compare()
 
     def _patiently(self, arrived: Callable[[], bool], column: int, number: int) -> None:
-        deadline, nap, turns = time.monotonic() + self.limit, 2e-5, 0
+        since, turns = time.monotonic(), 0
         while not arrived():
             turns += 1
             if turns < _YIELDS:
                 os.sched_yield()
                 continue
             self.compare()
-            if time.monotonic() > deadline:
-                raise self.silent([r for r in self._others if self._words[r * _ROW + column] < number])
-            time.sleep(nap)
-            nap = min(2 * nap, _LONGEST_NAP_S)
+            left = [r for r in self._others if self._words[r * _ROW + _LEFT]]  # before: who leaves has said all
+            late = [r for r in self._others if self._words[r * _ROW + column] < number]
+            if gone := [r for r in left if r in late]:
+                raise self._without(gone)
+            waited = time.monotonic() - since
+            if late and waited > self.limit:
+                raise self.silent(late)
+            time.sleep(min(max(_SHORTEST_NAP_S, waited / 32), _LONGEST_NAP_S))
 
     def _differ(self, rank: int, call: int) -> str:
         said = self._words
         mine = Plan.decode(said[self._mine + _PLANS + call % _RING])
         theirs = Plan.decode(said[rank * _ROW + _PLANS + call % _RING])
         return f"in call {call} rank {self.rank} is about to do {mine}, rank {rank} {theirs}; all ranks must call alike"
+
+    def _without(self, ranks: list[int]) -> PeerSilent:
+        left = "; ".join(f"rank {rank} left by an error in {self._said(rank)}" for rank in ranks)
+        return PeerSilent(f"rank {self.rank} waits in {self._said(self.rank)}, but {left}")
 
     def _said(self, rank: int) -> str:
         row = rank * _ROW

@@ -24,6 +24,7 @@ from .board import Board, PeerSilent
 
 _FLAG = 4  # bytes
 _MASK = 0xFFFFFFFF
+_FAR = 1 << 30  # a flag so far ahead has come for every message that is still to be waited for
 _LOOKS_IN_LIMIT = 8
 
 
@@ -46,6 +47,10 @@ class HostOrder:
 
     def __init__(self, board: Board) -> None:
         self._board = board
+
+    def announce(self, plan: int) -> None:
+        """Say what this rank's next call does. Whether the others do the same is known at the latest after `wait`."""
+        self._board.post(plan)
 
     def exchange(self, route: Route, send: torch.Tensor, message: int) -> None:
         """Copy chunk r of the contiguous `send` to row r of `route`, post `message` and wait for the peers'."""
@@ -71,6 +76,9 @@ class HostOrder:
         """Return when every peer's `message` has arrived here. Raises PeerSilent, PlanMismatch."""
         self._board.wait_done(message)
 
+    def leave(self) -> None:
+        """Let the peers go on without this rank: they look at the board."""
+
     def close(self) -> None:
         """Nothing to let go of."""
 
@@ -79,9 +87,11 @@ class StreamOrder:
     """Order on the device, by stream memory operations on flags that the ranks share.
 
     `flags`: this rank's int32 flags, one a rank; `peers`: everybody's, opened here, in rank order; `driver`: the module
-    `cuda.bindings.driver`. A watch on a thread of its own looks now and then whether the peers' messages still come:
-    where none came for the board's limit it lets the waiting streams go, so that nobody hangs, and the next call says
-    why.
+    `cuda.bindings.driver`. Ranks that do not call alike find out on the host, before any stream waits. After that a
+    rank that fails inside its call lets the peers' streams go (`leave`); for one that is gone there is a watch on a
+    thread of its own, which looks now and then whether messages still come, and where none came for the board's limit
+    lets this rank's streams go. Either way nobody hangs, what such a call returned is worth nothing, and the next call
+    says why.
     """
 
     name = "stream"
@@ -103,6 +113,13 @@ class StreamOrder:
         self._comm, self._beside = torch.cuda.Stream(), torch.cuda.Stream()
         self._look = _stream_of_its_own(driver)
         self._watch = Watch(self._arrived, self._let_go, board.limit)
+
+    def announce(self, plan: int) -> None:
+        """Say what this rank's next call does, and return when every rank has come to it with the same plan.
+
+        The devices could not go on without the slowest rank either; so this costs a look at the board.
+        """
+        self._board.agree(plan)
 
     def exchange(self, route: Route, send: torch.Tensor, message: int) -> None:
         """Copy chunk r of the contiguous `send` to row r of `route`, post `message` and wait for the peers'.
@@ -133,6 +150,11 @@ class StreamOrder:
         """Let the current stream go on only when every peer's `message` is here. Raises PeerSilent."""
         self._expect(message)
         self._signals.wait(self._stream(), message)
+
+    def leave(self) -> None:
+        """Let the peers' streams go on without this rank from now on, behind what its own streams still hold."""
+        self.rejoin()
+        self._signals.post(self._stream(), self._watch.expected + _FAR)
 
     def close(self) -> None:
         """End the watch and let go of the flags."""
@@ -170,7 +192,7 @@ class StreamOrder:
 
     def _let_go(self, message: int) -> str:
         late = [rank for rank, flag in zip(self._others, self._arrived(), strict=True) if not has_come(flag, message)]
-        self._signals.post_to_self(self._look.cuda_stream, message)
+        self._signals.post_to_self(self._look.cuda_stream, message + _FAR)
         return str(self._board.silent(late))
 
 
@@ -250,15 +272,15 @@ class Watch:
 
     def __init__(self, arrived: Callable[[], list[int]], give_up: Callable[[int], str], limit: float) -> None:
         self.failed = ""
+        self.expected = 0
         self._arrived, self._give_up, self._limit = arrived, give_up, limit
-        self._expected = 0
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="sglmem-watch", daemon=True)
         self._thread.start()
 
     def expect(self, message: int) -> None:
         """From now on `message` should come."""
-        self._expected = message
+        self.expected = message
 
     def close(self) -> None:
         """End the thread."""
@@ -269,7 +291,7 @@ class Watch:
         seen: list[int] = []
         since, settled = time.monotonic(), 0
         while not self._ended.wait(self._limit / _LOOKS_IN_LIMIT):
-            expected = self._expected
+            expected = self.expected
             if expected == settled:
                 since = time.monotonic()
                 continue

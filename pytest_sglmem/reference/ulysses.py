@@ -13,6 +13,7 @@ alike, and calls follow one another in stream order.
 from __future__ import annotations
 
 import contextlib
+import sys
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -59,7 +60,8 @@ class UlyssesAllToAll:
     every rank can.
 
     Making one and every call raise PlanMismatch where the ranks ask for different things, PeerSilent where one does not
-    come, and ValueError for a tensor that it cannot take. `declined` counts the calls under CUDA graph capture: none of
+    come or has failed, and ValueError for a tensor that it cannot take. With order "stream" a rank that fails inside a
+    call is known to the others in their next one. `declined` counts the calls under CUDA graph capture: none of
     this can be captured, so those go through the group's own `all_to_all_single`.
     """
 
@@ -77,6 +79,8 @@ class UlyssesAllToAll:
             raise ValueError(f"order must be auto, stream or host (got {order!r})")
         self.group, self.max_staging = group, max_staging
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
+        # Each rank begins with its neighbour: were all to begin with rank 0, its link would be full, the others idle.
+        self._peers = [(self.rank + step) % self.world for step in range(1, self.world)]
         self.declined = 0
         self._wanted_order = order
         self._made_alike(f"max_staging={max_staging}, order={order!r}")
@@ -94,6 +98,11 @@ class UlyssesAllToAll:
         if error is None:
             self.drop()
         else:
+            self._leave()
+            self._forget()
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing() and getattr(self, "_order", None) is not None:
             self._forget()
 
     @property
@@ -128,12 +137,14 @@ class UlyssesAllToAll:
         staging = self._staging.get(key)
         if staging is None:
             staging = self._build(key)
+            order = self._ordered()
         else:
-            self._board.post(staging.code)
+            order = self._ordered()
+            order.announce(staging.code)
             self._staging.move_to_end(key)
         staging.turn = turn = 1 - staging.turn
         self._message += 1
-        self._ordered().exchange(staging.routes[turn], send, self._message)
+        order.exchange(staging.routes[turn], send, self._message)
         return staging.mine[turn].view(send.shape)
 
     def attention(
@@ -152,15 +163,32 @@ class UlyssesAllToAll:
             return self._sequential(_Split.of(q, k, v, self.world, 1), q, k, v, attend)
         split = _Split.of(q, k, v, self.world, groups)
         pool = self._pool(split, q.dtype)
-        order, mine = self._ordered(), pool.everyones[self.rank]
+        try:
+            return self._pipelined(split, pool, q, k, v, attend)
+        except BaseException:
+            self._leave()  # the peers' streams wait for what will not come
+            raise
+
+    def drop(self) -> None:
+        """Let go of every buffer, in all ranks together. Collective. A later call starts again."""
+        self._board.agree(Plan("drop", 0, torch.uint8).code())
+        self._forget()
+        self._release()
+
+    def _pipelined(
+        self, split: _Split, pool: _Pool, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attend: Attend
+    ) -> torch.Tensor:
+        order, mine, groups = self._ordered(), pool.everyones[self.rank], split.groups
         first = self._message + 1
         with order.aside():
             order.wait(self._message)  # of the call before: all have read the pool
             for group in range(groups):
-                self._send_in(split, group, pool, q, k, v)
+                self._send_in(split, group, pool, self._peers, q, k, v)
                 order.post(first + group)
         outs = []  # held until `rejoin`
         for group in range(groups):
+            # This rank's own part has no flag to wait for: it is copied where it is read, in the current stream.
+            self._send_in(split, group, pool, [self.rank], q, k, v)
             order.wait(first + group)
             out = attend(*(split.whole(mine, part, group) for part in "qkv"))
             outs.append(out)
@@ -174,13 +202,6 @@ class UlyssesAllToAll:
         order.post(self._message)
         return result
 
-    def drop(self) -> None:
-        """Let go of every buffer, in all ranks together. Collective. A later call starts again."""
-        self._board.agree(Plan("drop", 0, torch.uint8).code())
-        torch.cuda.synchronize()
-        self._forget()
-        self._release()
-
     def _made_alike(self, settings: str) -> None:
         everyones = [""] * self.world
         dist.all_gather_object(everyones, settings, group=self.group)
@@ -188,7 +209,18 @@ class UlyssesAllToAll:
             said = "; ".join(f"rank {rank} {each}" for rank, each in enumerate(everyones))
             raise PlanMismatch(f"all ranks must make it alike: {said}")
 
+    def _leave(self) -> None:
+        """Tell the peers that this rank will not come any more, on the board and on their streams."""
+        self._board.leave()
+        if self._order is not None:
+            with contextlib.suppress(RuntimeError):  # of a device that is broken: the error at hand says more
+                self._order.leave()
+
     def _forget(self) -> None:
+        # To let go of a peer's tensor drains the stream and holds the interpreter's lock meanwhile: were a flag still
+        # to come, the watch could not write it. So drain before, without the lock.
+        with contextlib.suppress(RuntimeError, AssertionError):  # a broken device; none any more
+            torch.cuda.synchronize()
         self._staging.clear()
         self._pools.clear()
         if self._order is not None:
@@ -237,16 +269,14 @@ class UlyssesAllToAll:
         return self._staging[key]
 
     def _route(self, rows: list[torch.Tensor]) -> Route:
-        # Each rank begins with its neighbour: were all to begin with rank 0, its link would be full, the others idle.
-        ranks = [(self.rank + step) % self.world for step in range(1, self.world + 1)]
-        ways = tuple((rank, rows[rank].data_ptr()) for rank in ranks)
+        ways = tuple((rank, rows[rank].data_ptr()) for rank in (*self._peers, self.rank))
         return Route(tuple(rows), ways, rows[0].numel() * rows[0].itemsize)
 
     def _pool(self, split: _Split, dtype: torch.dtype) -> _Pool:
         elements, pool = split.elements, self._pools.get(dtype)
         code = Plan("attention", elements, dtype, zlib.crc32(repr(split).encode()) & 0xFFF).code()
         if pool is not None and pool.elements >= elements:
-            self._board.post(code)
+            self._ordered().announce(code)
             return pool
         self._board.agree(code)
         if pool is not None:
@@ -260,18 +290,23 @@ class UlyssesAllToAll:
         return self._pools[dtype]
 
     def _send_in(
-        self, split: _Split, group: int, pool: _Pool, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+        self,
+        split: _Split,
+        group: int,
+        pool: _Pool,
+        peers: list[int],
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
     ) -> None:
-        for step in range(1, self.world + 1):
-            peer = (self.rank + step) % self.world
+        for peer in peers:
             for part, tensor in zip("qkv", (q, k, v), strict=True):
                 place = split.inward(pool.everyones[peer], part)[group, :, self.rank]
                 place.copy_(tensor.detach()[:, :, split.heads(part, peer, group)])
 
     def _send_out(self, split: _Split, group: int, pool: _Pool, out: torch.Tensor) -> None:
         tokens = out.detach().unflatten(1, (self.world, split.tokens))
-        for step in range(1, self.world + 1):
-            peer = (self.rank + step) % self.world
+        for peer in (*self._peers, self.rank):
             split.outward(pool.everyones[peer])[group, self.rank].copy_(tokens[:, peer])
 
     def _share(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
