@@ -71,6 +71,10 @@ class _Package(ModuleType):
             value = value.judge
         super().__setattr__(name, value)
 
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        """By name, as any module crosses to the ranks; pickles know that of the plain type only."""
+        return importlib.import_module, (self.__name__,)
+
 
 sys.modules[__name__].__class__ = _Package
 
