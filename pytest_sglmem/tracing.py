@@ -256,7 +256,8 @@ def trace_rank(
     """One rank's part of a trace: `setup(*args)` once, then `step(g)` for each `g` of `over`, the list once a cycle.
 
     Collective over `group` (None: the default group, or this process alone where there is none). `cycles`: how many
-    are judged, after `warmup` more; (least, most) stops as soon as no rank's verdict can change. `before_step` is
+    are judged, after `warmup` more; (least, most) stops as soon as no rank's verdict can change, which a fixed small
+    number cannot wait for: a cache that fills through all of it looks like a leak. `before_step` is
     called before each step; `progress(cycle, step, live)` after it. `artifacts`: the folder where a rank that leaks
     leaves torch's snapshot and a reference graph; `meeting`: the caller's own, in place of one over `group`. Raises
     TypeError where `setup` returns no callable, ValueError where `over` is empty, whatever the step raises, and

@@ -242,7 +242,8 @@ class World:
         `over`, the whole list once a cycle.
 
         `cycles`: how many are judged, or (least, most): stop as soon as the verdict is settled; `warmup`: cycles before
-        those; `timeout`: seconds for the whole trace. Raises ValueError or TypeError for wrong arguments, or as `run`.
+        those; `timeout`: seconds for the whole trace. A fixed small number cannot tell a leak from a cache that fills
+        through all of it: (3, 12) can. Raises ValueError or TypeError for wrong arguments, or as `run`.
         """
         __tracebackhide__ = True
         geometries = _checked_trace(setup, over, cycles, warmup, args)

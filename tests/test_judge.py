@@ -328,6 +328,20 @@ def test_mechanisms(mechanism, case):
     assert with_exports(**case) == mechanism
 
 
+@pytest.mark.parametrize(("cycles", "few"), [(3, True), (5, True), (6, False)])
+def test_a_leak_out_of_few_cycles_says_that_a_cache_looks_the_same(cycles, few):
+    verdict = said(counted(*leaking(cycles)))
+    assert verdict.verdict == "leak"
+    assert (f"only {cycles} cycles were run, and a cache" in verdict.note) is few
+    assert "only 3 cycles" not in said(counted(*[{GROWS: {0: 1}}] * 3)).note
+
+
+def test_what_ipc_lost_is_no_cache_however_few_the_cycles():
+    export = Export(0, "f", 0, 512, ("e.py:1 in share",), 0, -3, True, False, GROWS)
+    assert said(counted(*leaking(4), exports=(export,))).note == ""
+    assert "only 4 cycles" in said(counted(*leaking(4))).note
+
+
 def test_the_ledgers_of_all_ranks_are_summed_up():
     export = Export(0, "f", 0, 512, ("e.py:1 in share",), 0, -1, True)
     opens = tuple(Open(1, "f", 0, (), released=1, order=n) for n in range(2))
