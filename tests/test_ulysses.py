@@ -1,11 +1,15 @@
 """`UlyssesAllToAll` on the emulated device: right outputs, flat bytes, and every way that ranks can fail each other."""
 
+import collections
+import contextlib
 import ctypes
+import functools
 import os
 import signal
 import tempfile
 import time
 import types
+import weakref
 
 import pytest
 
@@ -732,6 +736,124 @@ class ActsAtOnce:
         return (0,)
 
 
+class Streams:
+    """Streams that lag: what is put on them runs as late as a device may run it.
+
+    `inline`: the streams whose operations the host runs itself, one by one, waiting where they wait (there the test's
+    own arithmetic comes in its place); everything else runs while such a stream has been waiting for long, or in
+    `synchronize`, which returns when nothing is left: never, where a flag never comes.
+    """
+
+    long = 200  # looks
+
+    def __init__(self, inline=(0,)):
+        self.inline, self.current, self.made = inline, 0, 0
+        self.queues, self.done = {0: collections.deque()}, {0: 0}
+        self.copy_ = torch.Tensor.copy_
+
+    def install(self):
+        on_the_device(self)
+        torch.cuda.Stream = self.stream_of
+        torch.cuda.ExternalStream = lambda handle: Stream(self, -1)  # what looks at flags, and acts at once
+        torch.cuda.Event = lambda: Event(self)
+        torch.cuda.current_stream = lambda *_: Stream(self, self.current)
+        torch.cuda.stream = self.on
+        torch.cuda.synchronize = lambda *_: self.drain()
+        torch._C._cuda_getCurrentRawStream = lambda device: self.current
+        torch.Tensor.copy_ = lambda to, source: self.put(self.current, lambda: self.copy_(to, source) is not None)
+        return self
+
+    def stream_of(self):
+        self.made += 1
+        self.queues[self.made], self.done[self.made] = collections.deque(), 0
+        return Stream(self, self.made)
+
+    @contextlib.contextmanager
+    def on(self, stream):
+        before, self.current = self.current, stream.cuda_stream
+        yield
+        self.current = before
+
+    def put(self, stream, operation):
+        """Put `operation` on `stream`: it returns whether it is done, and is asked again until it is."""
+        if stream < 0:
+            assert operation()
+            return
+        self.queues[stream].append(operation)
+        looks = 0
+        while stream in self.inline and self.queues[stream]:
+            looks += 1
+            for each in self.queues if looks > self.long else [stream]:
+                self.advance(each)
+            time.sleep(1e-5)
+
+    def advance(self, stream):
+        queue = self.queues[stream]
+        while queue and queue[0]():
+            queue.popleft()
+            self.done[stream] += 1
+
+    def drain(self):
+        while self.waiting():
+            for each in self.queues:
+                self.advance(each)
+            time.sleep(1e-4)
+
+    def waiting(self):
+        return sum(map(len, self.queues.values()))
+
+    def behind(self, stream):
+        """An operation that is done when what `stream` holds now is."""
+        mark = self.done[stream] + len(self.queues[stream])
+        return lambda: self.done[stream] >= mark
+
+    CUstreamWaitValue_flags = ActsAtOnce.CUstreamWaitValue_flags
+    CUstream_flags = ActsAtOnce.CUstream_flags
+    CUstreamBatchMemOpType = ActsAtOnce.CUstreamBatchMemOpType
+    CUstreamBatchMemOpParams = ActsAtOnce.CUstreamBatchMemOpParams
+    cuStreamCreate = staticmethod(ActsAtOnce.cuStreamCreate)
+
+    def cuMemcpyDtoDAsync(self, to, source, size, stream):
+        self.put(stream, lambda: ctypes.memmove(to, source, size) is not None)
+        return (0,)
+
+    def cuStreamBatchMemOp(self, stream, count, operations, flags):
+        for whole in operations:
+            part = whole.writeValue
+            write = part.operation == self.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WRITE_VALUE_32
+            flag, value = ctypes.c_uint32.from_address(part.address), part.value
+            self.put(stream, functools.partial(self.written if write else self.come, flag, value))
+        return (0,)
+
+    @staticmethod
+    def written(flag, value):
+        flag.value = value
+        return True
+
+    @staticmethod
+    def come(flag, value):
+        return has_come(flag.value, value)
+
+
+class Stream:
+    def __init__(self, streams, handle):
+        self.streams, self.cuda_stream = streams, handle
+
+    def wait_stream(self, other):
+        self.streams.put(self.cuda_stream, self.streams.behind(other.cuda_stream))
+
+    def wait_event(self, event):
+        self.streams.put(self.cuda_stream, event.reached)
+
+
+class Event:
+    def __init__(self, streams):
+        self.streams = streams
+
+    def record(self, stream):
+        self.reached = self.streams.behind(stream.cuda_stream)
+
+
 @pytest.fixture
 def emulated(world):
     if world.device != "emulated":
@@ -822,6 +944,96 @@ def test_on_the_device_a_rank_that_came_and_sent_nothing_lets_the_stream_go_and_
         return said
 
     assert "rank 1 is in call 2 (exchange of 8 float32 elements)" in emulated.run(check)[0]
+
+
+@pytest.mark.parametrize("lagging", [0, 1])
+def test_a_second_stream_that_lags_changes_no_bit(emulated, lagging):
+    def check():
+        q, k, v = qkv(2, 3, 8, 4, 8, BF16)
+        want = UlyssesAllToAll(order="host").attention(q, k, v, attend)
+        streams = Streams().install()
+        streams.long = 2000 if dist.get_rank() == lagging else 1
+        ulysses = UlyssesAllToAll()
+        for _ in range(2):
+            assert torch.equal(ulysses.attention(q, k, v, attend, 2), want)
+            for pool in ulysses._pools.values():
+                streams.drain()
+                dist.barrier()
+                pool.everyones[ulysses.rank].fill_(7)  # what is not sent again is seen
+                dist.barrier()
+        assert ulysses.order == "stream"
+
+    emulated.run(check)
+
+
+@pytest.mark.parametrize("aside_from", [StreamOrder.aside_from, 0], ids=["one stream", "two"])
+def test_exchange_on_streams_that_lag(emulated, aside_from):
+    def check():
+        Streams(inline=()).install()
+        StreamOrder.aside_from = aside_from
+        ulysses = UlyssesAllToAll()
+        sends = [sending(64, seed=seed) for seed in range(5)]
+        received = [ulysses.exchange(send) for send in sends][-2:]
+        torch.cuda.synchronize()
+        for got, send in zip(received, sends[-2:], strict=True):
+            assert torch.equal(got.cpu(), expected(send))
+
+    emulated.run(check)
+
+
+def differing_exchange(ulysses):
+    return lambda: ulysses.exchange(sending(8 * (1 + ulysses.rank)))
+
+
+def differing_cut(ulysses):
+    return lambda: ulysses.attention(*qkv(1, 2, 8, 8, 8, BF16), attend, 1 + ulysses.rank)
+
+
+def differing_call(ulysses):
+    return ulysses.drop if ulysses.rank else lambda: ulysses.exchange(sending(8))
+
+
+@pytest.mark.parametrize("differing", [differing_exchange, differing_cut, differing_call])
+def test_after_a_mismatch_no_stream_waits(emulated, differing):
+    def check():
+        streams = Streams(inline=()).install()
+        ulysses = UlyssesAllToAll(limit=60)
+        for size in (8, 16):
+            ulysses.exchange(sending(size))
+        ulysses.attention(*qkv(1, 2, 8, 8, 8, BF16), attend)
+        streams.drain()
+        dist.barrier()
+        said = caught(PlanMismatch, differing(ulysses))
+        return said, streams.waiting()
+
+    for said, waiting in emulated.run(check, timeout=30):
+        assert "in call 4 rank" in said
+        assert waiting == 0
+
+
+def test_a_peers_tensor_is_let_go_of_only_when_no_stream_waits(emulated):
+    # torch drains the stream there and holds the interpreter's lock meanwhile: no watch could end the wait.
+    def check():
+        streams = Streams(inline=()).install()
+        ulysses = UlyssesAllToAll(limit=0.2)
+        send = sending(8)
+        ulysses.exchange(send)
+        streams.drain()
+        if ulysses.rank == 1:
+            ulysses._order.announce(Plan("exchange", 8, torch.float32).code())  # as one that is killed after this line
+            dist.barrier()
+            return [], 0
+        ulysses.exchange(send)
+        assert streams.waiting()
+        waiting = []
+        peers = ulysses._staging[8, torch.float32].routes[0].rows[1]
+        weakref.finalize(peers.untyped_storage(), lambda: waiting.append(streams.waiting()))
+        watch = ulysses._order._watch
+        del peers, ulysses
+        dist.barrier()
+        return waiting, watch._thread.is_alive()
+
+    assert emulated.run(check)[0] == ([0], False)
 
 
 @pytest.mark.parametrize("order", ["stream", "host"])
