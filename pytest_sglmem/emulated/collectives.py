@@ -66,8 +66,10 @@ class Collectives:
         Freeing one takes the interpreter's lock, which a group's destructor holds while it waits for its threads.
         """
         until = time.monotonic() + LONGEST
+        self.sweep()  # what is done but was not swept yet holds its tensors too
         while any(lent() is not None for lent in self._lent) and time.monotonic() < until:
             time.sleep(0.0005)
+            self.sweep()
         self._lent.clear()
 
     def _made_by_torch(self, tensor: torch.Tensor) -> bool:
