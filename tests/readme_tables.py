@@ -1,12 +1,16 @@
 """The README's tables, made from the code: `python tests/readme_tables.py --write` puts them in, a test compares.
 
-A table stands between `<!-- table: NAME -->` and `<!-- end -->`; what is there between is replaced. Without `--write`
-the program says whether the README is up to date (exit status 1 where it is not).
+A table stands between `<!-- table: NAME -->` and `<!-- end -->`; what is there between is replaced. It is made from the
+code, or from what was measured (`fixtures/`), so that no number drifts from where it comes. Without `--write` the
+program says whether the README is up to date (exit status 1 where it is not).
 """
 
 from __future__ import annotations
 
+import gzip
+import json
 import re
+import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -16,6 +20,7 @@ from pytest_sglmem.markers import MARKERS
 from pytest_sglmem.options import INI_ONLY, OPTIONS
 
 README = Path(__file__).parent.parent / "README.md"
+FIXTURES = README.parent / "fixtures"
 PLACE = re.compile(r"(<!-- table: (\w+) -->\n)(.*?)(<!-- end -->\n)", re.DOTALL)
 
 
@@ -64,6 +69,64 @@ def emulated() -> Iterator[str]:
     yield from table(("names", "how"), [(", ".join(map(code, names)), note) for note, names in rows])
 
 
+def exchange() -> Iterator[str]:
+    """`exchange` beside NCCL, as recorded."""
+    rows = measured("exchange-2xh200.json")["rows"]
+    head = ("MiB a rank", "`exchange`, ms", "NCCL, ms", "times as fast", "GB/s", "of the link")
+    yield from table(
+        head,
+        [
+            (
+                str(row["mib"]),
+                f"{row['ours_ms']:.3f}",
+                f"{row['nccl_ms']:.3f}",
+                f"{row['ratio']:.2f}",
+                f"{row['gb_s']:.0f}",
+                f"{row['of_link']:.0%}",
+            )
+            for row in rows
+        ],
+    )
+
+
+def seed() -> Iterator[str]:
+    """Requests of varied and of fixed geometry, before and after, as recorded."""
+    head = ("requests", "", "growth, MiB a request", "at the end, MiB", "outputs the same", "median, ms a request")
+    yield from table(
+        head, [seed_row(row, code) for row in measured("seed-1xh200.json")["rows"] for code in ("before", "after")]
+    )
+
+
+def seed_row(row: dict, code: str) -> tuple[str, ...]:
+    """One line. The second half of the requests repeats the first: growth is counted from half to end."""
+    live, half = row[code]["live_bytes"], row["requests"] // 2
+    growth = (live[-1] - live[half - 1]) / 2**20 / half
+    return (
+        f"{row['requests']} {row['kind']}",
+        code,
+        f"{growth:.1f}",
+        f"{live[-1] / 2**20:,.0f}",
+        f"{row['same_outputs']} of {row['requests']}",
+        f"{statistics.median(row[code]['ms'][half:]):,.0f}",
+    )
+
+
+def truth() -> Iterator[str]:
+    """What was recorded of CUDA IPC."""
+    rows = []
+    for path in sorted((FIXTURES / "truth").glob("*.json.gz")):
+        said = json.loads(gzip.decompress(path.read_bytes()))
+        played = said["schedules"]
+        steps = sum(len(schedule["steps"]) for schedule in played)
+        rows.append((code(path.name), f"{said['devices']} x {said['device']}", f"{len(played):,}", f"{steps:,}"))
+    yield from table(("recording", "devices", "schedules", "steps"), rows)
+
+
+def measured(name: str) -> dict:
+    """A record of `fixtures/measured`."""
+    return json.loads((FIXTURES / "measured" / name).read_text(encoding="utf-8"))
+
+
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
     """A markdown table."""
     for row in (head, ["---"] * len(head), *rows):
@@ -85,6 +148,9 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "markers": markers,
     "faults": faults,
     "emulated": emulated,
+    "exchange": exchange,
+    "seed": seed,
+    "truth": truth,
 }
 
 
