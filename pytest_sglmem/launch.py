@@ -1,9 +1,10 @@
 """How ranks come to be: a fork server that has torch imported and its heap frozen, and the processes it makes.
 
 The server is a program of its own, started once a session on first use. It never touches CUDA, has one thread, and
-does four things: fork a rank, pass on a signal, reap a rank (with everything the rank itself started), and, when
-pytest is gone however it went, kill all ranks, remove the session's folder and end. The parent side (`Launcher`,
-`RankProcess`) knows nothing of calls and answers: that is `world.py`; what runs in a rank is `rank.py`.
+does four things: fork a rank, pass on a signal (and kill what did not heed it in time), reap a rank (with everything
+the rank itself started), and, when pytest is gone however it went, kill all ranks, remove the session's folder and end.
+The parent side (`Launcher`, `RankProcess`) knows nothing of calls and answers: that is `world.py`; what runs in a rank
+is `rank.py`.
 
 It imports neither torch nor pytest in pytest's own process. Limits: Linux only; what a rank starts in a session of its
 own (setsid) is out of reach.
@@ -59,6 +60,7 @@ PRELOAD = (
 SERVER_LIMIT = 120.0  # seconds for the server's imports: 3 s on a warm disk, a minute on a cold network one
 FORK_LIMIT = 60.0  # seconds for one fork: 5 ms where memory is there
 KILL_LIMIT = 5.0  # seconds that a killed process may take: a driver that does not let go must not hang pytest
+PART = 1 << 16  # bytes read at once: more, and every small answer costs a mapping of fresh memory
 MESSAGE = 1 << 16  # bytes of one message to or from the server; specs travel in files
 SERVER = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[3]); import pytest_sglmem.launch as l; l.serve(*sys.argv[1:])"
@@ -146,9 +148,16 @@ class Pipe:
 
     def send(self, message: bytes, *, limit: float) -> None:
         """Send one message. Raises TimeoutError after `limit` seconds, OSError where the other end is gone."""
+        data = struct.pack("!Q", len(message)) + message
+        try:
+            sent = self._socket.send(data)
+        except BlockingIOError:
+            sent = 0
+        if sent == len(data):
+            return
         self._socket.settimeout(limit)
         try:
-            self._socket.sendall(struct.pack("!Q", len(message)) + message)
+            self._socket.sendall(memoryview(data)[sent:])
         finally:
             self._socket.setblocking(False)
 
@@ -157,15 +166,15 @@ class Pipe:
         ended = False
         while True:
             try:
-                part = self._socket.recv(1 << 20)
+                part = self._socket.recv(PART)
             except BlockingIOError:
                 break
             except ConnectionResetError:
                 part = b""
-            if not part:
-                ended = True
-                break
             self._parts += part
+            ended = not part
+            if len(part) < PART:  # that was all; whether the other end is gone too, the next call sees
+                break
         messages = list(self._whole())
         if ended and not messages:
             raise EOFError
@@ -201,6 +210,9 @@ class RankProcess(Protocol):
 
     def signal(self, number: int) -> None:
         """Send it a signal; nothing where it has ended."""
+
+    def end(self, limit: float) -> None:
+        """Have it terminated, and killed if it has not ended `limit` seconds later. Nobody waits for that."""
 
     def output(self) -> bytes:
         """Everything it printed so far, stdout and stderr in order."""
@@ -259,6 +271,10 @@ class LocalRank:
     def signal(self, number: int) -> None:
         """Send it a signal; nothing where it has ended."""
         self.launcher.ask("signal", self.pid, number)
+
+    def end(self, limit: float) -> None:
+        """Have it terminated, and killed if it has not ended `limit` seconds later. Nobody waits for that."""
+        self.launcher.ask("end", self.pid, limit)
 
     def output(self) -> bytes:
         """Everything it printed so far, stdout and stderr in order."""
@@ -618,6 +634,7 @@ class _Server:
     folder: Path
     ranks: set[int] = field(default_factory=set)
     files: list[int] = field(default_factory=list)
+    doomed: dict[int, float] = field(default_factory=dict)  # rank's process: when it is killed
 
     def run(self) -> None:
         wake, woken = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -633,7 +650,8 @@ class _Server:
         self.files = [fd for fd in (wake, woken, parent) if fd is not None]
         self._tell("ready")
         while True:
-            ready = {fd for fd, _ in poll.poll()}
+            ready = {fd for fd, _ in poll.poll(self._pause())}
+            self._kill_doomed()
             if wake in ready:
                 with contextlib.suppress(BlockingIOError):
                     os.read(wake, 4096)
@@ -652,10 +670,28 @@ class _Server:
         kind, *args = json.loads(data)
         if kind == "fork":
             self._fork(*args, fd=fds[0])
-        elif kind == "signal" and args[0] in self.ranks:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(args[0], args[1])
+        elif kind == "signal":
+            self._signal(*args)
+        elif kind == "end":
+            self._signal(args[0], signal.SIGTERM)
+            self.doomed[args[0]] = time.monotonic() + args[1]
         return True
+
+    def _signal(self, pid: int, number: int) -> None:
+        if pid in self.ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def _pause(self) -> float | None:
+        """Milliseconds until the next rank is killed; None where none is to be."""
+        return max(0.0, 1000 * (min(self.doomed.values()) - time.monotonic())) if self.doomed else None
+
+    def _kill_doomed(self) -> None:
+        for pid, when in list(self.doomed.items()):
+            if time.monotonic() >= when:
+                self._signal(pid, signal.SIGKILL)
+            if time.monotonic() >= when or pid not in self.ranks:
+                del self.doomed[pid]
 
     def _fork(self, folder: str, rank: int, *, fd: int) -> None:
         try:

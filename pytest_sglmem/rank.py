@@ -40,7 +40,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import cloudpickle
 import pytest
 
-from .records import Answer, Progress, RaisedText, WarningText
+from .records import Progress, RaisedText, WarningText
 
 if TYPE_CHECKING:
     from .faults import Fault
@@ -287,7 +287,7 @@ class Rank:
                 forget(error)
             recorded = tuple(map(_warning_text, given or ()))
         _flush()
-        self._send(Answer(number, self.rank, value, raised, recorded))
+        self._send((number, self.rank, value, raised, recorded))  # an Answer, field by field: quicker to read
 
     def _settings(self, path: list[str] | None, filters: bytes | None, showlocals: bool) -> None:
         """What changed in pytest's process since the last call: import path, warning filters."""

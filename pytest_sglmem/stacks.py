@@ -24,6 +24,7 @@ _TRACING = os.path.join(os.path.dirname(os.path.abspath(__file__)), "tracing.py"
 _DISTRIBUTED = f"{os.sep}torch{os.sep}distributed{os.sep}"
 _WRAPPERS = frozenset(("wrapper", "inner", "noted", "gated", "carry_out", "_fn", "decorate_context"))
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
+_PROGRAM = '  File "<string>", line 1'
 SETTLE = 0.005  # seconds without a new byte after which a dump is taken as whole: its lines are microseconds apart
 FLIGHT_LIMIT = 5.0  # seconds for NCCL's flight recorder: its thread looks at the pipe once a second
 
@@ -71,26 +72,42 @@ class Where:
         return f"{name} ({place})"
 
 
-def look(
-    processes: Mapping[int, RankProcess],
-    ranks: Iterable[int],
-    *,
-    limit: float = 0.5,
-    clock: Callable[[], float] = time.monotonic,
-) -> dict[int, Where]:
-    """Have these ranks write their stacks, all at once, and read them. A stopped rank has none within `limit`."""
-    before = {rank: len(processes[rank].stacks()) for rank in ranks}
-    for rank in before:
-        processes[rank].signal(STACKS_SIGNAL)
-    end = clock() + limit
-    sizes: dict[int, int] = {}
-    while clock() < end:
-        time.sleep(SETTLE)
-        now = {rank: len(processes[rank].stacks()) for rank in before}
-        if now == sizes and all(now[rank] > before[rank] for rank in before):
-            break
-        sizes = now
-    return {rank: where(processes[rank].stacks()[start:]) for rank, start in before.items()}
+class Look:
+    """Ranks asked, all at once, for their stacks; the answers are read later, or at once (`look`)."""
+
+    def __init__(self, processes: Mapping[int, RankProcess], ranks: Iterable[int]) -> None:
+        self._processes = processes
+        self._before = {rank: len(processes[rank].stacks()) for rank in ranks}
+        for rank in self._before:
+            processes[rank].signal(STACKS_SIGNAL)
+
+    def read(
+        self,
+        ranks: Iterable[int] | None = None,
+        *,
+        limit: float = 0.5,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> dict[int, Where]:
+        """Where each is (only those of `ranks`). A stopped rank has no dump within `limit` seconds."""
+        asked = [rank for rank in self._before if ranks is None or rank in set(ranks)]
+        end = clock() + limit
+        dumps: dict[int, str] = {}
+        while True:
+            last, dumps = dumps, {rank: self._processes[rank].stacks()[self._before[rank] :] for rank in asked}
+            settled = dumps == last and all(dumps.values())
+            if settled or all(map(_whole, dumps.values())) or clock() >= end:
+                return {rank: where(dump) for rank, dump in dumps.items()}
+            time.sleep(SETTLE)
+
+
+def _whole(dump: str) -> bool:
+    """Whether this dump has ended: the thread that runs the call is its last, and begins in the server's program."""
+    return dump.endswith(f"{_PROGRAM} in <module>\n")
+
+
+def look(processes: Mapping[int, RankProcess], ranks: Iterable[int]) -> dict[int, Where]:
+    """Have these ranks write their stacks, all at once, and read them."""
+    return Look(processes, ranks).read()
 
 
 def where(dump: str) -> Where:

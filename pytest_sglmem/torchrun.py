@@ -106,6 +106,10 @@ class RemoteRank:
         """Send it a signal; nothing where it has ended."""
         self.server.tell("signal", self.pid, number)
 
+    def end(self, limit: float) -> None:
+        """Have it terminated, and killed if it has not ended `limit` seconds later. Nobody waits for that."""
+        self.server.tell("end", self.pid, limit)
+
     def output(self) -> bytes:
         """Everything it printed so far, stdout and stderr in order."""
         return self.server.read(self.world, f"out.{self.rank}")
@@ -402,6 +406,9 @@ class _Serving:
 
     def _signal(self, pid: int, number: int) -> None:
         self._launcher.ask("signal", pid, number)
+
+    def _end(self, pid: int, limit: float) -> None:
+        self._launcher.ask("end", pid, limit)
 
     def _read(self, number: int, world: str, name: str) -> None:
         folder = self._folders.get(world)

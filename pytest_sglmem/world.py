@@ -104,6 +104,8 @@ class _Round:
     answers: dict[int, Answer] = field(default_factory=dict)
     died: dict[int, int | None] = field(default_factory=dict)
     stuck: bool = False
+    look: stacks.Look | None = None  # the peers' stacks, asked for as soon as a rank is going
+    going: float = 0.0  # when that was
 
     @property
     def raised(self) -> dict[int, RaisedText]:
@@ -159,6 +161,7 @@ class World:
         self.backend: str | None = None
         self.device_name = ""
         self._tracing: dict[str, Any] = {}
+        self._pickling = _Pickling()
         self.on_progress: Callable[[Progress], None] | None = None
 
     # ------------------------------------------------------------------------------------ the public face
@@ -249,7 +252,7 @@ class World:
         geometries = _checked_trace(setup, over, cycles, warmup, args)
         options = {"cycles": cycles, "warmup": warmup, "progress": self.on_progress is not None}
         ranks = self._sound(range(self.size) if self._spec.init else self._alive())
-        body = _dumps((setup, args, geometries, options), setup)
+        body = self._pickling.dumps((setup, args, geometries, options), setup)
         extent = (cycles, cycles) if isinstance(cycles, int) else cycles
         self._tracing = {"steps": len(geometries), "warmup": warmup, "cycles": extent}
         done = self._call(ranks, "trace", (body,), f"trace of {_name(setup)}", timeout)
@@ -340,7 +343,7 @@ class World:
         if not callable(fn):
             raise TypeError(f"a world runs a callable (got {fn!r})")
         chosen = self._sound(ranks)
-        body = _dumps((fn, args, kwargs), fn)
+        body = self._pickling.dumps((fn, args, kwargs), fn)
         done = self._call(chosen, "run", (body,), _name(fn), timeout)
         self._raise_for(done)
         return [self._value(done.answers[rank]) for rank in chosen]  # type: ignore[misc]
@@ -392,18 +395,25 @@ class World:
         self._bury(current)
         while current.waiting:
             if not shortened and current.trouble is not None:
-                end, shortened = min(end, time.monotonic() + current.trouble), True
+                end, shortened = min(end, (current.going or time.monotonic()) + current.trouble), True
             left = end - time.monotonic()
             if left <= 0 or stall.proven(current):
                 break
             for fd, _ in poll.poll(max(1, 1000 * min(left, pause))):
                 if fd in pipes and not self._take(current, pipes[fd]):
                     poll.unregister(fd)
+                    self._look_at_peers(current, pipes[fd])
                 elif fd not in pipes:
                     self._news_of_ends(current)
             self._print_live()
         self._print_live()
         return current
+
+    def _look_at_peers(self, current: _Round, gone: int) -> None:
+        """A rank that owes an answer is ending: have its peers write their stacks while it is waited for."""
+        if gone in current.waiting and current.look is None:
+            peers = current.waiting - {gone}
+            current.look, current.going = stacks.Look(self._processes, peers), time.monotonic()
 
     def _news_of_ends(self, current: _Round) -> None:
         self._launcher.listen()
@@ -422,8 +432,8 @@ class World:
             if isinstance(record, Progress):
                 if self.on_progress is not None:
                     self.on_progress(dataclasses.replace(record, **self._tracing))
-            elif (record.call, record.rank) == (current.number, rank):
-                current.answers[rank] = record
+            elif record[:2] == (current.number, rank):
+                current.answers[rank] = Answer(*record)
                 current.waiting.discard(rank)
         return True
 
@@ -461,7 +471,8 @@ class World:
 
     def _problems(self, current: _Round) -> list[RankError]:
         """What is to be said of a round, most telling first. Must run before the waiting ranks are put away."""
-        seen = stacks.look(self._processes, current.waiting) if current.waiting else {}
+        look = current.look if current.died else None
+        seen = (look or stacks.Look(self._processes, current.waiting)).read(current.waiting)
         ledgers = {rank: process.ledger() for rank, process in self._processes.items()}
         peers = _Peers(seen, ledgers, tuple(current.answers))
         raised = {rank: text for rank, text in current.raised.items() if text.outcome == "raised"}
@@ -558,8 +569,8 @@ class World:
         ended = [f"rank {rank} {_ending(code)}" for rank, code in current.died.items()]
         put_away = f"{ranks_text(tuple(sorted(current.waiting)))} put away" if current.waiting else ""
         self._why_broken = f"in {current.what}: " + ", ".join([*ended, *([put_away] if put_away else [])])
-        for rank in current.waiting:  # told to end now, waited for (and killed) at the end of the world: no test waits
-            self._processes[rank].signal(signal.SIGTERM)
+        for rank in current.waiting:  # told to end now, waited for at the end of the world: no test waits
+            self._processes[rank].end(TERM_LIMIT)
             self._ended[rank] = "put away"
 
     def _abandon(self, why: str, *, quick: bool = False) -> None:
@@ -781,46 +792,62 @@ def _whole(number: object) -> bool:
 # --------------------------------------------------------------------------------------------------- pickling
 
 
-def _dumps(call: tuple[object, ...], fn: object) -> bytes:
-    """The call, pickled once for all ranks, the test's modules by value. Raises TypeError where it cannot cross."""
-    import cloudpickle
+class _Pickling:
+    """Pickles calls. It remembers which modules pytest has rewritten, until something is imported."""
 
-    try:
-        with _by_value(fn, cloudpickle):
-            buffer = io.BytesIO()
-            CallPickler(buffer).dump(call)
-            return buffer.getvalue()
-    except Exception as error:
-        raise TypeError(f"{_name(fn)} cannot be sent to the ranks: {error}") from error
+    def __init__(self) -> None:
+        self._newest: tuple[object, ...] = ()
+        self._rewritten: dict[str, ModuleType] = {}
 
+    def dumps(self, call: tuple[object, ...], fn: object) -> bytes:
+        """The call, pickled once for all ranks, the test's modules by value. Raises TypeError where it cannot cross."""
+        import cloudpickle
 
-@contextlib.contextmanager
-def _by_value(fn: object, cloudpickle: ModuleType) -> Iterator[None]:
-    """Pickle by value, meanwhile, what ranks cannot (or should not) import: the test's own module, test modules and
-    conftests that pytest has rewritten, and modules that no import path leads to.
-    """
-    known = cloudpickle.list_registry_pickle_by_value()
-    chosen = [module for module in _test_modules(fn) if module.__name__ not in known]
-    for module in chosen:
-        cloudpickle.register_pickle_by_value(module)
-    try:
-        yield
-    finally:
+        try:
+            with self._by_value(fn, cloudpickle):
+                buffer = io.BytesIO()
+                CallPickler(buffer).dump(call)
+                return buffer.getvalue()
+        except Exception as error:
+            raise TypeError(f"{_name(fn)} cannot be sent to the ranks: {error}") from error
+
+    @contextlib.contextmanager
+    def _by_value(self, fn: object, cloudpickle: ModuleType) -> Iterator[None]:
+        """Pickle by value, meanwhile, what ranks cannot (or should not) import: the test's own module, test modules and
+        conftests that pytest has rewritten, and modules that no import path leads to.
+        """
+        known = cloudpickle.list_registry_pickle_by_value()
+        chosen = [module for module in self._test_modules(fn) if module.__name__ not in known]
         for module in chosen:
-            cloudpickle.unregister_pickle_by_value(module)
+            cloudpickle.register_pickle_by_value(module)
+        try:
+            yield
+        finally:
+            for module in chosen:
+                cloudpickle.unregister_pickle_by_value(module)
 
+    def _test_modules(self, fn: object) -> list[ModuleType]:
+        while isinstance(fn, functools.partial):
+            fn = fn.func
+        own = getattr(fn, "__module__", None) or type(fn).__module__
+        return [
+            module
+            for name, module in self._all_rewritten().items()
+            if name == own or re.match(r"(test_.*|.*_test|conftest)$", name.rpartition(".")[2])
+        ]
 
-def _test_modules(fn: object) -> list[ModuleType]:
-    while isinstance(fn, functools.partial):
-        fn = fn.func
-    own = getattr(fn, "__module__", None) or type(fn).__module__
-    found = {}
-    for name, module in list(sys.modules.items()):
-        if type(getattr(module, "__loader__", None)).__name__ == "AssertionRewritingHook":
-            last = name.rpartition(".")[2]
-            if name == own or last == "conftest" or re.match(r"test_|.*_test$", last):
-                found[name] = module
-    return [module for name, module in found.items() if name != "__main__" and module.__name__ == name]
+    def _all_rewritten(self) -> dict[str, ModuleType]:
+        last = next(reversed(sys.modules))  # an import puts its module last
+        newest = (len(sys.modules), last, sys.modules[last])
+        if newest != self._newest:
+            self._newest = newest
+            self._rewritten = {
+                name: module
+                for name, module in list(sys.modules.items())
+                if type(getattr(module, "__loader__", None)).__name__ == "AssertionRewritingHook"
+                if name != "__main__" and module.__name__ == name
+            }
+        return self._rewritten
 
 
 def _pickled_filters() -> bytes:

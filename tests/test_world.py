@@ -7,13 +7,16 @@ import os
 import select
 import signal
 import sys
+import time
 import warnings
 from pathlib import Path
 
 import pytest
 
+from pytest_sglmem import stacks
 from pytest_sglmem.faults import parse
 from pytest_sglmem.launch import Launcher, Spec, Unavailable
+from pytest_sglmem.records import Answer
 from pytest_sglmem.world import RankDied, RankError, RankRaised, RankSilent, World
 
 if sys.version_info < (3, 11):
@@ -361,21 +364,23 @@ def test_a_broken_world_says_why_and_its_survivors_still_answer(start):
     assert world.audit().faults == ()
 
 
-def test_a_rank_that_ends_between_two_calls_is_judged(start):
+def test_a_rank_that_ends_between_two_calls_is_judged(start, tmp_path):
     def later():
         import threading
 
-        threading.Timer(0.05, os._exit, (5,)).start()
+        threading.Thread(target=lambda: os._exit(int(told.read_text()))).start()
+        return os.getpid()
 
-    world = start(2)
-
-    def until_it_ends():
-        while True:
-            world.run(__import__("time").sleep, 0.01)
-
-    world.run(later)
-    with pytest.raises(RankDied, match="exit code 5"):
-        until_it_ends()
+    told = tmp_path / "told"
+    os.mkfifo(told)
+    world = start(1)
+    ended = os.pidfd_open(*world.run(later))
+    told.write_text("5")
+    assert select.select([ended], [], [], 20)[0]
+    os.close(ended)
+    world._launcher._listen_until(lambda: world._processes[0].exit_code() is not None, time.monotonic() + 20, "to reap")
+    with pytest.raises(RankDied, match="ended between two calls: exit code 5"):
+        world.run(rank)
 
 
 def test_a_bad_end_is_judged_at_close(launcher):
@@ -469,15 +474,30 @@ def test_a_rank_that_returns_without_the_others_is_found_before_the_limit(start)
     assert where.endswith("; rank 1 returned without it")
 
 
-def test_a_rank_with_a_thread_that_may_still_come_is_not_accused(start):
+def test_a_rank_with_a_thread_that_may_still_come_is_not_accused(start, monkeypatch, tmp_path):
+    looked = tmp_path / "looked"
+    os.mkfifo(looked)
+    proven = stacks.deadlocked
+
+    def judged(*args):
+        """The thread comes only once the ranks have been looked at, and twice at that."""
+        found = proven(*args)
+        looks.append(found)
+        if len(looks) == 2:
+            looked.write_text("come")
+        return found
+
+    looks = []
+    monkeypatch.setattr(stacks, "deadlocked", judged)
+    monkeypatch.setattr("pytest_sglmem.world.STALL_LOOK", 0.05)
+
     def late():
         import threading
-        import time
 
         import torch.distributed as dist
 
         def come():
-            time.sleep(3.5)
+            looked.read_text()
             dist.barrier()
 
         if rank() == 1:
@@ -487,6 +507,7 @@ def test_a_rank_with_a_thread_that_may_still_come_is_not_accused(start):
         return True
 
     assert start(2, timeout=60.0).run(late) == [True, True]
+    assert looks == [False, False]
 
 
 def test_a_late_answer_does_not_answer_the_next_call(start):
@@ -712,7 +733,7 @@ def test_a_world_that_came_up_smaller_does_not_pass(start, monkeypatch):
     world = start(2)
     hello = {"size": 1, "backend": "gloo", "group_rank": 0, "pid": 1}
     answers = {
-        number: far_side.Answer(0, number, far_side.dump_result({**hello, "group_rank": 0, "size": 1}))
+        number: Answer(0, number, far_side.dump_result({**hello, "group_rank": 0, "size": 1}))
         for number in range(2)
     }
     from pytest_sglmem.world import _Round
@@ -767,7 +788,7 @@ def test_an_interrupted_call_leaves_no_rank(start, monkeypatch):
     assert world.broken
 
 
-def test_a_rank_that_ignores_sigterm_is_killed(start):
+def test_a_rank_that_ignores_sigterm_is_killed_although_nothing_more_is_asked_of_its_world(start):
     def stubborn():
         import signal
         import time
@@ -777,10 +798,14 @@ def test_a_rank_that_ignores_sigterm_is_killed(start):
 
     world = start(1, timeout=0.5)
     (pid,) = world.run(os.getpid)
+    ended = os.pidfd_open(pid)
     with pytest.raises(RankSilent):
         world.run(stubborn)
-    world.close()
-    assert not Path(f"/proc/{pid}").exists()
+    assert not select.select([ended], [], [], 0)[0]  # the report did not wait for it
+    assert select.select([ended], [], [], 20)[0]
+    os.close(ended)
+    world._put_away({0})
+    assert world._processes[0].exit_code() == -signal.SIGKILL
 
 
 def test_a_process_that_does_not_end_is_named_and_waited_for_no_longer(start, monkeypatch):
