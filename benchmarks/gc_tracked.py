@@ -2,7 +2,7 @@
 
     python benchmarks/gc_tracked.py [--objects 1000000] [--json FILE]
 
-Prints count, by_type and assert_flat against their goals, and what 50,000 finished requests cost the collector as live
+Prints count, by_type and assert_flat against their goals, and what 10,000 finished requests cost the collector as live
 objects and as bytes. Needs no torch. Exit status 1 where a goal is missed.
 """
 
@@ -88,7 +88,7 @@ def main():
     """Print the table; 1 where a goal is missed."""
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--objects", type=int, default=1_000_000)
-    options.add_argument("--records", type=int, default=50_000)
+    options.add_argument("--records", type=int, default=10_000)
     options.add_argument("--json")
     chosen = options.parse_args()
     tracked = GcTracked(lambda growth: None)

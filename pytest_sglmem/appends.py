@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 Append = Callable[[int], object]
 
 _SAMPLES = 32  # a window: enough to see its floor, few enough that counting stays cheap
+_LONG = 1000  # appends: longer windows leave more to walk at each sample, and get half as many
 _DRAINS = 64  # further samples a window, where memory falls
 _FRAMES = 6  # of a traced allocation: through asyncio to the line that made the task
 _CANCEL_SECONDS = 1.0  # for tasks that appends left: one that swallows its cancellation must not hang the test
@@ -80,7 +81,7 @@ class Appends:
         self.pause_before = heap.settle(self._clock)
         self._end(0, self.warmup, first)
         self._window(call, self.warmup, first)
-        heap.settle()
+        heap.collect()  # what is new has settled in its window; what is old had settled before the first
         self._end(1, self.warmup + self.length, first, second)
         self._window(call, self.warmup + self.length, second)
         self.pause_after = heap.settle(self._clock)
@@ -108,7 +109,7 @@ class Appends:
                 if drained:
                     drains, deepest = drains + 1, max(deepest, fell)
                 if drained or done in self._places:
-                    heap.settle()
+                    heap.collect()
                     samples.add(begin + done, heap.comparable(self._ignored) - base, _traced_bytes() - self._own)
                 before = sys.getallocatedblocks()
             call(begin + self.length - 1)
@@ -122,10 +123,11 @@ def _traced_bytes() -> int:
 
 def _places(length: int) -> frozenset[int]:
     """Where samples lie in a window: irregular, so that no backlog's period hides from them."""
-    step = length // _SAMPLES
+    samples = _SAMPLES if length <= _LONG else _SAMPLES // 2
+    step = length // samples
     if step < 2:
         return frozenset(range(1, length))
-    return frozenset(max(1, j * length // _SAMPLES - j * j % step) for j in range(1, _SAMPLES + 1))
+    return frozenset(max(1, j * length // samples - j * j % step) for j in range(1, samples + 1))
 
 
 @contextmanager

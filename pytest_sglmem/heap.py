@@ -23,7 +23,7 @@ from fnmatch import fnmatchcase
 from itertools import compress
 
 _collect, _enable, _disable, _objects, _frozen = gc.collect, gc.enable, gc.disable, gc.get_objects, gc.get_freeze_count
-_freeze, _unfreeze = gc.freeze, gc.unfreeze
+_freeze, unfreeze = gc.freeze, gc.unfreeze
 _SEPARATE_ATTRIBUTES = sys.version_info < (3, 11)
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class made by a class statement
 _BARE = 2000  # fewer frozen objects are CPython's own: 3.12 sets immortal ones aside in every collection, whereas
@@ -107,12 +107,14 @@ def settle(clock: Callable[[], float] = time.perf_counter) -> float:
 def settings_kept() -> Iterator[None]:
     """Thresholds, enabled state, debug flags, callbacks and freeze state are afterwards as they were."""
     enabled, thresholds, debug, callbacks = gc.isenabled(), gc.get_threshold(), gc.get_debug(), gc.callbacks[:]
-    froze = application_froze()
+    froze, aside = application_froze(), _frozen()
     try:
         yield
     finally:
         if not froze and application_froze():
-            thaw()
+            unfreeze()
+        if aside and not _frozen():
+            collect()  # puts what the interpreter itself had set aside there again
         gc.callbacks[:] = callbacks
         gc.set_debug(debug)
         gc.set_threshold(*thresholds)
@@ -133,22 +135,15 @@ def set_aside() -> Iterator[None]:
     _freeze()
     try:
         if tracked() > before + before // 2:
-            thaw()
+            unfreeze()
         yield
     finally:
-        thaw()
+        unfreeze()
 
 
 def application_froze() -> bool:
     """Whether somebody called `gc.freeze()`, and has not thawed since."""
     return _frozen() >= _BARE
-
-
-def thaw() -> None:
-    """Thaw; what the interpreter itself had set aside goes back with the next collection, so that one is now."""
-    _unfreeze()
-    if sys.version_info >= (3, 12):
-        collect()
 
 
 def surplus(objects: Sequence[object], kinds: Iterable[type] | None = None) -> int:

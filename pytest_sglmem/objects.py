@@ -60,7 +60,7 @@ class Grown:
 
     def __exit__(self, *raised: object) -> None:
         if heap.application_froze() and not self._froze:
-            heap.thaw()  # what the block froze would show no types
+            heap.unfreeze()  # what the block froze would show no types
         heap.settle()
         self.objects = heap.comparable(self._ignored) - heap.bound_to(self) - self.objects
         self._after.update(heap.by_type())
