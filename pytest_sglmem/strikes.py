@@ -440,10 +440,14 @@ def _open_private(blow: Blow, call: Call) -> object:
 
 
 def _open_twice(blow: Blow, call: Call) -> object:
-    result = call()
+    """Open it once more and let go of both together: were the second count given back at once, as torch's own cache of
+    opened storages does, a block dropped meanwhile would be freed and not lost, and what happens would hang on timing.
+    """
+    first, second = call(), call()
     blow.fire()
-    _release(blow.args)
-    return result
+    held = [second]
+    weakref.finalize(first, held.clear).atexit = False
+    return first
 
 
 def _release(opened: tuple[Any, ...]) -> None:
