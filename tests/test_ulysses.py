@@ -479,6 +479,29 @@ def test_ranks_in_different_calls_find_out(world):
     assert "is about to do drop, rank 0 exchange of 8 float32 elements" in said[1]
 
 
+@pytest.mark.parametrize("call", ["exchange", "attention"])
+def test_a_rank_without_room_is_named_and_nobody_hangs(world, call):
+    def check():
+        ulysses = UlyssesAllToAll(limit=60)
+        q, k, v = qkv(1, 2, 8, 8, 8, BF16)
+        does = {"exchange": lambda: ulysses.exchange(q), "attention": lambda: ulysses.attention(q, k, v, attend)}[call]
+        empty = torch.empty
+
+        def no_room(*args, device=None, **kwargs):
+            if device == "cuda":  # and not what the group's own collectives use
+                raise torch.OutOfMemoryError("no room")
+            return empty(*args, device=device, **kwargs)
+
+        if ulysses.rank == 1:
+            torch.empty = no_room
+        first = caught((PeerSilent, torch.OutOfMemoryError), does)
+        torch.empty = empty
+        does()  # all ranks stand where they stood before
+        return first
+
+    assert world.run(check, timeout=30) == ["rank 1 has no buffer to share: no room", "no room"]
+
+
 @pytest.mark.world(size=3)
 def test_a_silent_rank_is_named_after_the_limit(world):
     def check():

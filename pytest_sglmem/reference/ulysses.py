@@ -261,9 +261,8 @@ class UlyssesAllToAll:
             self._staging.popitem(last=False)
             self._release()
         self._ordered()
-        with _plain_segments():
-            mine = torch.empty(2, self.world, elements // self.world, dtype=dtype, device="cuda")
-        everyones = self._share(mine)
+        everyones = self._allocate(dtype, 2, self.world, elements // self.world)
+        mine = everyones[self.rank]
         routes = tuple(self._route([each[turn, self.rank] for each in everyones]) for turn in (0, 1))
         self._staging[key] = _Staging(code, mine.unbind(0), routes)
         return self._staging[key]
@@ -284,9 +283,7 @@ class UlyssesAllToAll:
             del pool, self._pools[dtype]
             self._release()
         self._ordered()
-        with _plain_segments():
-            mine = torch.empty(elements, dtype=dtype, device="cuda")
-        self._pools[dtype] = _Pool(self._share(mine), elements)
+        self._pools[dtype] = _Pool(self._allocate(dtype, elements), elements)
         return self._pools[dtype]
 
     def _send_in(
@@ -309,16 +306,39 @@ class UlyssesAllToAll:
         for peer in (*self._peers, self.rank):
             split.outward(pool.everyones[peer])[group, self.rank].copy_(tokens[:, peer])
 
+    def _allocate(self, dtype: torch.dtype, *shape: int) -> tuple[torch.Tensor, ...]:
+        """A new buffer of this shape in every rank, shared; or no rank gets one, where one has no room."""
+        try:
+            with _plain_segments():
+                mine = torch.empty(shape, dtype=dtype, device="cuda")
+        except torch.OutOfMemoryError as error:
+            with contextlib.suppress(PeerSilent):
+                self._swapped(str(error), torch.device("cuda", torch.cuda.current_device()))
+            raise
+        return self._share(mine)
+
     def _share(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
         # The block may have been another tensor's a moment ago: what still works on it must end before peers write.
         torch.cuda.synchronize()
         handles = [reductions.reduce_tensor(tensor) if rank != self.rank else None for rank in range(self.world)]
-        everyones: list[list[_Handle]] = [[] for _ in range(self.world)]
-        dist.all_gather_object(everyones, handles, group=self.group)
-        return tuple(
-            tensor if rank == self.rank else _opened(theirs[self.rank], tensor.device)
-            for rank, theirs in enumerate(everyones)
-        )
+        peers = self._swapped(handles, tensor.device)
+        return tuple(tensor if rank == self.rank else peers[rank] for rank in range(self.world))
+
+    def _swapped(self, mine: list[_Handle | None] | str, device: torch.device) -> dict[int, torch.Tensor]:
+        """The peers' tensors by rank, for this rank's handles. Raises PeerSilent where a peer said why it has none.
+
+        Even then whatever is there for this rank is opened, and let go of: a handle that nobody opens is lost.
+        """
+        everyones: list[list[_Handle] | str] = [""] * self.world
+        dist.all_gather_object(everyones, mine, group=self.group)
+        theirs = {rank: each for rank, each in enumerate(everyones) if rank != self.rank}
+        opened = {r: _opened(each[self.rank], device) for r, each in theirs.items() if not isinstance(each, str)}
+        if failed := [
+            f"rank {r} has no buffer to share: {each}" for r, each in theirs.items() if isinstance(each, str)
+        ]:
+            opened.clear()
+            raise PeerSilent("; ".join(failed))
+        return opened
 
     def _release(self) -> None:
         torch.cuda.synchronize()
