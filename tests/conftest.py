@@ -1,12 +1,17 @@
-"""What holds for every test: whatever report it leaves behind is one by the published schema."""
+"""What holds for every test: whatever report it leaves behind is one by the published schema, and a session within the
+session is one of its own, which knows nothing of this one's workers and options.
+"""
 
 from __future__ import annotations
 
+import importlib
 import json
+import pkgutil
 
 import pytest
 
-from pytest_sglmem import report
+import pytest_sglmem
+from pytest_sglmem import plugin, report
 
 
 @pytest.fixture(autouse=True)
@@ -27,3 +32,53 @@ def every_report_left_behind_is_valid(request):
         if isinstance(document, dict) and document.get("schema") == report.SCHEMA:
             jsonschema = pytest.importorskip("jsonschema")
             jsonschema.Draft202012Validator(report.json_schema()).validate(document)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def sessions_within_are_their_own():
+    """No session that a test starts takes itself for a worker of this one, or takes over this one's options."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("WORKER", "WORKER_COUNT", "TESTRUNUID"):
+            patch.delenv(f"PYTEST_XDIST_{name}", raising=False)
+        patch.delenv("PYTEST_ADDOPTS", raising=False)
+        yield
+
+
+class ServerOf:
+    """A plugin for a session within this process: its worlds come from the fork server of the session around it."""
+
+    def __init__(self, launcher):
+        self._launcher = launcher
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_configure(self, config):
+        config.stash[plugin.SESSION]._launcher = self._launcher
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_unconfigure(self, config):
+        if plugin.SESSION in config.stash:
+            config.stash[plugin.SESSION]._launcher = None
+
+
+@pytest.fixture(scope="session")
+def server(request):
+    """This session's own fork server, started where this session was."""
+    pytest.importorskip("torch")
+    return request.config.stash[plugin.SESSION].launcher()
+
+
+@pytest.fixture
+def within(server, pytester):
+    """Run a session in this process, with this one's fork server: for all that is not about how processes end.
+
+    It costs a tenth of one in a process of its own. What it may import is imported before, because pytester has the
+    interpreter forget what a session imports, and torch cannot be imported twice.
+    """
+    for module in pkgutil.walk_packages(pytest_sglmem.__path__, "pytest_sglmem."):
+        if not module.name.startswith(("pytest_sglmem.checks", "pytest_sglmem.__main__")):
+            importlib.import_module(module.name)
+
+    def run(*args):
+        return pytester.runpytest_inprocess("-p", "no:cacheprovider", *args, plugins=[ServerOf(server)])
+
+    return run

@@ -59,7 +59,6 @@ def run(pytester, monkeypatch, tmp_path_factory):
     """Run pytest in a process of its own; nothing of it may be left afterwards, no process and no temporary file."""
     temporary = tmp_path_factory.mktemp("temporary")
     monkeypatch.setenv("TMPDIR", str(temporary))
-    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
 
     def run(*args):
         return pytester.runpytest_subprocess(*ARGS, *args, timeout=LIMIT)
@@ -71,9 +70,16 @@ def run(pytester, monkeypatch, tmp_path_factory):
     assert not list(Path("/dev/shm").glob("sglmem*"))
 
 
+@pytest.fixture
+def inside(within, pytester):
+    """Run a session in this process; no rank of it may be left afterwards."""
+    yield lambda *args: within(*ARGS, *args)
+    assert processes_in(pytester.path) == []
+
+
 @pytest.mark.parametrize("mode", ["prepend", "append", "importlib"])
 @pytest.mark.parametrize("package", [True, False], ids=["package", "no-package"])
-def test_import_modes_in_packages_and_not(pytester, run, mode, package):
+def test_import_modes_in_packages_and_not(pytester, inside, mode, package):
     (pytester.path / "helpers.py").write_text("def one():\n    return 1\n")
     folder = pytester.path / "tests"
     folder.mkdir()
@@ -81,15 +87,15 @@ def test_import_modes_in_packages_and_not(pytester, run, mode, package):
     if package:
         (folder / "__init__.py").touch()
     strict = ("-W", "error", "--strict-markers", "--strict-config")
-    result = run("--import-mode", mode, "-o", "pythonpath=.", *strict)
+    result = inside("--import-mode", mode, "-o", "pythonpath=.", *strict)
     result.assert_outcomes(passed=1)
 
 
-def test_helpers_that_only_pytest_can_import(pytester, run):
+def test_helpers_that_only_pytest_can_import(pytester, inside):
     (pytester.path / "tests").mkdir()
     (pytester.path / "tests" / "conftest.py").write_text("def one():\n    return 1\n")
     (pytester.path / "tests" / "test_it.py").write_text(WORLD.replace("import helpers", "import conftest as helpers"))
-    run().assert_outcomes(passed=1)
+    inside().assert_outcomes(passed=1)
 
 
 @pytest.mark.parametrize("method", ["signal", "thread"])
@@ -142,17 +148,24 @@ def test_a_test_run_in_a_fork_of_pytest(pytester, run):
         """
         import os
         import pytest
-        from _pytest.runner import runtestprotocol
+
+        class Fork:
+            failed = False
+
+            def pytest_runtest_logreport(self, report):
+                self.failed |= report.failed
+
+            @pytest.hookimpl(trylast=True)
+            def pytest_runtest_logfinish(self):
+                os._exit(self.failed)
 
         @pytest.hookimpl(tryfirst=True)
         def pytest_runtest_protocol(item):
-            item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
             pid = os.fork()
             if not pid:
-                reports = runtestprotocol(item, log=False)
-                os._exit(0 if all(report.passed for report in reports) else 1)
-            status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-            print("fork ended with", status)
+                item.config.pluginmanager.register(Fork())
+                return None  # pytest's own goes on, in the fork
+            print("fork ended with", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
             return True
         """
     )
@@ -166,7 +179,7 @@ def test_a_test_run_in_a_fork_of_pytest(pytester, run):
     assert str(result.stdout).count("fork ended with 0") == 2
 
 
-def test_a_rootdir_that_cannot_be_written_to(pytester, run):
+def test_a_rootdir_that_cannot_be_written_to(pytester, inside):
     pytester.makepyfile(
         """
         import time
@@ -178,59 +191,49 @@ def test_a_rootdir_that_cannot_be_written_to(pytester, run):
     (pytester.path / ".sglmem").write_text("a file where the artifacts should go")
     pytester.path.chmod(0o555)
     try:
-        result = run()
+        result = inside()
     finally:
         pytester.path.chmod(0o755)
     result.assert_outcomes(passed=1, failed=1)
     result.stdout.fnmatch_lines(["*RankSilent*"])
 
 
-def test_first_failure_stops_and_output_has_a_section_a_rank(pytester, run):
+def test_a_failure_shows_locals_asserts_and_a_section_a_rank_and_x_stops(pytester, inside):
     pytester.makepyfile(
         """
         def test_fails(world):
             def chatty():
                 import os
                 print("said by", os.environ["RANK"])
-                assert os.environ["RANK"] == "0"
+                tell_tale = [4, 3, 2, 1]
+                assert sum(tell_tale) == 11
             world.run(chatty)
 
         def test_never(world): pass
         """
     )
-    result = run("-x")
+    result = inside("-x", "-l")
     result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(
+        ["*ranks 0, 1 of 2 raised AssertionError*", "*assert 10 == 11*", "*tell_tale*4, 3, 2, 1*"]
+    )
     result.stdout.fnmatch_lines(["*rank 0 output*", "said by 0", "*rank 1 output*", "said by 1"])
 
 
-def test_live_output_under_s(pytester, run):
-    pytester.makepyfile("def test_it(world): world.run(print, 'live')")
-    run("-s").stdout.fnmatch_lines_random(["*[[]rank 0[]] live", "*[[]rank 1[]] live"])
-
-
-def test_breakpoint_in_a_rank_says_that_there_is_no_terminal(pytester, run):
-    pytester.makepyfile("def test_it(world): world.run(lambda: breakpoint())")
-    result = run()
-    result.assert_outcomes(failed=1)
+def test_live_output_under_s_and_a_breakpoint_without_a_terminal(pytester, inside):
+    pytester.makepyfile(
+        """
+        def test_prints(world): world.run(print, "live")
+        def test_stops(world): world.run(lambda: breakpoint())
+        """
+    )
+    result = inside("-s")
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines_random(["*[[]rank 0[]] live", "*[[]rank 1[]] live"])
     result.stdout.fnmatch_lines(["*breakpoint() in a rank: ranks have no terminal*"])
 
 
-def test_locals_and_asserts_of_a_rank_under_l(pytester, run):
-    pytester.makepyfile(
-        """
-        def test_it(world):
-            def fail():
-                tell_tale = [4, 3, 2, 1]
-                assert sum(tell_tale) == 11
-            world.run(fail)
-        """
-    )
-    run("-l").stdout.fnmatch_lines(
-        ["*ranks 0, 1 of 2 raised AssertionError*", "*assert 10 == 11*", "*tell_tale*4, 3, 2, 1*"]
-    )
-
-
-def test_skips_and_warnings_of_ranks_are_the_tests(pytester, run):
+def test_skips_and_warnings_of_ranks_are_the_tests(pytester, inside):
     pytester.makepyfile(
         """
         import warnings
@@ -241,10 +244,10 @@ def test_skips_and_warnings_of_ranks_are_the_tests(pytester, run):
         def test_warns(world): world.run(lambda: warnings.warn("mind this", DeprecationWarning))
         """
     )
-    result = run("-rsx")
+    result = inside("-rsx", "-W", "default")
     result.assert_outcomes(skipped=1, xfailed=1, passed=1, warnings=1)
     result.stdout.fnmatch_lines(["*ranks 0, 1: mind this*", "*not on this one*", "*known*"])
-    run("-W", "error::DeprecationWarning").assert_outcomes(skipped=1, xfailed=1, failed=1)
+    inside("-W", "error::DeprecationWarning").assert_outcomes(skipped=1, xfailed=1, failed=1)
 
 
 def test_two_workers_with_worlds_of_four(pytester, run):
