@@ -12,8 +12,7 @@ MEASURED = ROOT / "fixtures" / "measured"
 MIB = 1 << 20
 
 # What may differ between the report from a GPU and the emulated one, and why: the table in fixtures/measured/README.md.
-EVERYWHERE = {"seconds", "world.device", "live_bytes.slowest", "live_bytes.outside_bytes"}
-WORDS = {"live_bytes.geometries", "live_bytes.sites.held_by", "live_bytes.sites.stack"}
+EVERYWHERE = {"seconds", "world.device", "live_bytes.slowest", "live_bytes.outside_bytes", "gc.pause_ms"}
 RACE = {
     "live_bytes.bytes_per_cycle",
     "live_bytes.settled",
@@ -21,9 +20,7 @@ RACE = {
     "live_bytes.reserved_bytes",
     "live_bytes.sites.bytes_per_cycle",
     "live_bytes.sites.blocks_per_cycle",
-    "live_bytes.ipc.faults.bytes",
-    "live_bytes.ipc.faults.handles",
-    "live_bytes.ipc.faults.exporters",
+    "live_bytes.ipc.faults",
 }
 CUBLAS = {"live_bytes.settled", "live_bytes.series", "live_bytes.outputs_digest"}
 ALLOWED = {
@@ -60,21 +57,21 @@ def within(field, allowed):
 
 
 GPU, EMULATED = (
-    {test["nodeid"].rpartition("::")[2]: test for test in load(name)["tests"] if test.get("live_bytes")}
+    {test["nodeid"].rpartition("::")[2]: test for test in load(name)["tests"]}
     for name in ("checks-8-ranks-1xh200.json", "checks-8-ranks-emulated.json")
 )
 
 
 def test_both_reports_hold_the_same_checks():
     assert GPU.keys() == EMULATED.keys()
-    assert len(GPU) == 6
-    assert {test["world"]["size"] for test in (*GPU.values(), *EMULATED.values())} == {8}
+    assert len(GPU) == 8
+    assert {test["world"]["size"] for test in (*GPU.values(), *EMULATED.values()) if test["world"]} == {8}
 
 
 @pytest.mark.parametrize("name", GPU)
 def test_a_gpu_and_the_emulated_device_differ_only_where_it_is_explained(name):
     fields = differing(GPU[name], EMULATED[name])
-    allowed = EVERYWHERE | WORDS | ALLOWED.get(name, set())
+    allowed = EVERYWHERE | ALLOWED.get(name, set())
     assert {field for field in fields if not within(field, allowed)} == set()
 
 
@@ -86,8 +83,10 @@ def test_the_race_splits_the_same_buffers(name):
         for check in (gpu, emulated)
     ]
     assert totals[0] == totals[1]
-    kinds = [{fault["kind"] for fault in check["ipc"]["faults"]} for check in (gpu, emulated)]
-    assert kinds == [{"over-released", "freed-while-open"}] * 2
+    for check in (gpu, emulated):
+        assert {fault["kind"] for fault in check["ipc"]["faults"]} == {"over-released", "freed-while-open"}
+        assert {fault["opens"] for fault in check["ipc"]["faults"]} == {7}
+        assert sum(fault["handles"] for fault in check["ipc"]["faults"] if fault["counter"] != 1 - 7) <= 1
 
 
 def test_cublas_keeps_32_mib_in_attention():
