@@ -20,7 +20,9 @@ import tracemalloc
 import types
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard, TypeVar
+
+T = TypeVar("T")
 
 _HERE = os.path.dirname(__file__) + os.sep
 _STDLIB = sysconfig.get_path("stdlib") + os.sep
@@ -128,17 +130,22 @@ def _holds(holder: object, item: object) -> bool:
     return any(part is item for part in _parts(holder))
 
 
+def _is(item: object, kind: type[T] | tuple[type[T], ...]) -> TypeGuard[T]:
+    """isinstance by the real type: an object that answers for `__class__` itself would run its own code."""
+    return issubclass(type(item), kind)
+
+
 def _parts(*holders: object) -> list[object]:
     """What the holders refer to. Modules are asked for nothing: their dictionaries are roots, and what else an
     extension module shows may be dead (CPython 3.12.0-1: `_asyncio` hands out iterators from its free list).
     """
-    return gc.get_referents(*(item for item in holders if not isinstance(item, types.ModuleType)))
+    return gc.get_referents(*(item for item in holders if not issubclass(type(item), types.ModuleType)))
 
 
 def _modules() -> Iterator[_Root]:
     for name, module in list(sys.modules.items()):
-        if isinstance(module, types.ModuleType):
-            yield _Root(name, module.__dict__)
+        if _is(module, types.ModuleType):
+            yield _Root(name, _own_dict(module))
 
 
 def _frames() -> Iterator[_Root]:
@@ -159,29 +166,29 @@ def _links(path: list[object]) -> Iterator[str]:
     """How each object of the path refers to the next: `.name`, `[key]`, `closure cell name`."""
     for index, (item, part) in enumerate(itertools.pairwise(path)):
         before = path[index - 1] if index else None
-        if isinstance(item, types.CellType) or (isinstance(item, types.FunctionType) and part is item.__closure__):
+        if _is(item, types.CellType) or (_is(item, types.FunctionType) and part is item.__closure__):
             continue
-        if isinstance(before, types.FunctionType) and isinstance(item, tuple) and item is before.__closure__:
+        if _is(before, types.FunctionType) and _is(item, tuple) and item is before.__closure__:
             yield f"closure cell {before.__code__.co_freevars[_position(item, part)]}"
-        elif isinstance(item, dict):
+        elif _is(item, dict):
             yield from _key(item, part, plain=index == 0 or _own_dict(before) is item)
         elif _own_dict(item) is not part:
             yield _link(item, part)
 
 
 def _link(item: object, part: object) -> str:
-    if isinstance(item, (list, tuple, deque)):
+    if _is(item, (list, tuple, deque)):
         return f"[{_position(item, part)}]"
-    if isinstance(item, (set, frozenset)):
+    if _is(item, (set, frozenset)):
         return "{...}"
     name = _attribute(item, part)
     return f".{name}" if name else f"({type(item).__name__})"
 
 
 def _key(mapping: dict[object, object], part: object, *, plain: bool) -> Iterator[str]:
-    for key, value in mapping.items():
+    for key, value in dict.items(mapping):
         if value is part:
-            yield f".{key}" if plain and isinstance(key, str) else f"[{reprlib.repr(key)}]"
+            yield f".{key}" if plain and _is(key, str) else f"[{reprlib.repr(key)}]"
             return
     yield "key"
 
@@ -201,7 +208,7 @@ def _own_dict(item: object) -> object:
 def _attribute(item: object, part: object) -> str:
     """The attribute of `item` that is `part`, asked of C's own descriptors and the instance: no code of its class."""
     own = _own_dict(item)
-    if isinstance(own, dict):
+    if _is(own, dict):
         for name, value in own.items():
             if value is part:
                 return str(name)
@@ -209,9 +216,9 @@ def _attribute(item: object, part: object) -> str:
         for name, descriptor in list(vars(kind).items()):
             if isinstance(descriptor, _DESCRIPTORS) and _get(descriptor, item) is part:
                 return name
-    frame = item.cr_frame if isinstance(item, types.CoroutineType) else item
-    frame = item.gi_frame if isinstance(item, types.GeneratorType) else frame
-    if isinstance(frame, types.FrameType):
+    frame = item.cr_frame if _is(item, types.CoroutineType) else item
+    frame = item.gi_frame if _is(item, types.GeneratorType) else frame
+    if _is(frame, types.FrameType):
         return next((f"local {name}" for name, value in dict(frame.f_locals).items() if value is part), "")
     return ""
 
@@ -238,6 +245,6 @@ def _unrooted(new: frozenset[int]) -> Iterator[str]:
     for item in objects:
         if id(item) in new:
             for holder in gc.get_referrers(item):
-                if holder is not objects and id(holder) not in new and not isinstance(holder, types.FrameType):
+                if holder is not objects and id(holder) not in new and not _is(holder, types.FrameType):
                     yield f"a {type(holder).__name__} that no module and no frame names -> {type(item).__name__}"
                     return

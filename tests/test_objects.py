@@ -787,3 +787,17 @@ def test_many_appends_are_traced_only_where_bytes_are_bounded(tracked):
     assert seen == {False}
     tracked.assert_flat(lambda i: seen.add(tracemalloc.is_tracing()), times=2001, max_bytes_per_append=10)
     assert seen == {False, True}
+
+
+class Proxy:
+    """Answers for its class itself, as lazily deprecated objects do, and so must not be asked."""
+
+    @property
+    def __class__(self):
+        raise AssertionError("asked")
+
+
+def test_looking_for_holders_runs_no_code_of_the_objects(tracked):
+    proxy, history = Proxy(), []
+    growth = grows(tracked, lambda i: history.append([i, proxy]))
+    assert "history in test_looking_for_holders" in growth.held_by[0]
