@@ -7,6 +7,7 @@ from __future__ import annotations
 import importlib
 import json
 import pkgutil
+import warnings
 
 import pytest
 
@@ -62,23 +63,27 @@ class ServerOf:
 
 @pytest.fixture(scope="session")
 def server(request):
-    """This session's own fork server, started where this session was."""
+    """This session's own fork server, started where this session was; and all that a session may import, imported:
+    pytester has the interpreter forget what came after it, and torch cannot be imported twice.
+    """
     pytest.importorskip("torch")
+    for module in pkgutil.walk_packages(pytest_sglmem.__path__, "pytest_sglmem."):
+        if not module.name.startswith(("pytest_sglmem.checks", "pytest_sglmem.__main__")):
+            importlib.import_module(module.name)
+    for module in ("attr", "cattrs", "cloudpickle", "numpy", "objgraph", "torch.distributed"):
+        pytest.importorskip(module)
     return request.config.stash[plugin.SESSION].launcher()
 
 
 @pytest.fixture
 def within(server, pytester):
-    """Run a session in this process, with this one's fork server: for all that is not about how processes end.
-
-    It costs a tenth of one in a process of its own. What it may import is imported before, because pytester has the
-    interpreter forget what a session imports, and torch cannot be imported twice.
+    """Run a session in this process, with this one's fork server: for all that is not about how processes end. It costs
+    a tenth of one in a process of its own; not with gc_tracked, which collects this whole process's heap.
     """
-    for module in pkgutil.walk_packages(pytest_sglmem.__path__, "pytest_sglmem."):
-        if not module.name.startswith(("pytest_sglmem.checks", "pytest_sglmem.__main__")):
-            importlib.import_module(module.name)
 
     def run(*args):
-        return pytester.runpytest_inprocess("-p", "no:cacheprovider", *args, plugins=[ServerOf(server)])
+        with warnings.catch_warnings():
+            warnings.resetwarnings()  # an error here is a warning there
+            return pytester.runpytest_inprocess("-p", "no:cacheprovider", *args, plugins=[ServerOf(server)])
 
     return run

@@ -64,11 +64,10 @@ def test_needs_four(world):
 """
 
 
-def run_session(pytester, *args):
-    """A session in a process of its own, as a user starts it, and the report it wrote."""
-    result = pytester.runpytest_subprocess("--sglmem-report", "r.json", *args)
-    path = pytester.path / "r.json"
-    return result, json.loads(path.read_text()) if path.exists() else None
+def run_session(run, *args):
+    """A session, and the report it wrote."""
+    result = run("--sglmem-device", "emulated", "--sglmem-report", "r.json", *args)
+    return result, json.loads(Path("r.json").read_text())
 
 
 def by_name(report):
@@ -142,7 +141,7 @@ def test_markers_are_added_by_themselves(pytester):
         def test_neither(): pass
         """
     )
-    pytester.runpytest("-m", "gc_tracking", "--strict-markers").assert_outcomes(passed=1, deselected=2)
+    pytester.runpytest_subprocess("-m", "gc_tracking", "--strict-markers").assert_outcomes(passed=1, deselected=2)
     pytester.runpytest("-m", "gpu_memory", "--collect-only", "-q").stdout.fnmatch_lines(["*::test_judges"])
 
 
@@ -169,7 +168,7 @@ def test_growth_fails_and_is_reported(pytester):
             gc_tracked.assert_flat(lambda i: history.append([i]), times=100)
         """
     )
-    result, report = run_session(pytester)
+    result, report = run_session(pytester.runpytest_subprocess)
     result.assert_outcomes(failed=1)
     growth = by_name(report)["test_grows"]["gc"][0]
     assert (growth["verdict"], growth["objects_per_append"], growth["by_type"]) == ("growing", 1.0, {"list": 1.0})
@@ -219,12 +218,12 @@ def test_cycle(world, live_bytes):
 """
 
 
-def test_memory_in_cycles_is_a_warning_and_with_an_option_a_failure(pytester):
+def test_memory_in_cycles_is_a_warning_and_with_an_option_a_failure(pytester, within):
     pytester.makepyfile(CYCLIC)
-    result, report = run_session(pytester)
+    result, report = run_session(within)
     result.assert_outcomes(passed=1, warnings=1)
     assert by_name(report)["test_cycle"]["live_bytes"][0]["cyclic_bytes"] == [512, 512]
-    result = pytester.runpytest_subprocess("-W", "error::pytest_sglmem.CyclicMemoryWarning")
+    result = within("-W", "error::pytest_sglmem.CyclicMemoryWarning")
     result.assert_outcomes(failed=1)
 
 
@@ -248,9 +247,9 @@ def test_no_trace_at_all(world):
     ("mode", "outcome"),
     [("off", {"passed": 1}), ("warn", {"passed": 1, "warnings": 1}), ("error", {"passed": 1, "errors": 1})],
 )
-def test_the_audit_covers_tests_that_never_judge(pytester, mode, outcome):
+def test_the_audit_covers_tests_that_never_judge(pytester, within, mode, outcome):
     pytester.makepyfile(AUDIT)
-    result = pytester.runpytest_subprocess("--sglmem-ipc-audit", mode)
+    result = within("--sglmem-ipc-audit", mode)
     result.assert_outcomes(**outcome)
     assert ("never-opened" in result.stdout.str()) == (mode != "off")
 
@@ -287,9 +286,9 @@ def test_own_ranks(world):
 """
 
 
-def test_shared_worlds_are_sound_for_the_next_test(pytester):
+def test_shared_worlds_are_sound_for_the_next_test(pytester, within):
     pytester.makepyfile(SHARED)
-    pytester.runpytest_subprocess().assert_outcomes(passed=3, failed=1)
+    within().assert_outcomes(passed=3, failed=1)
 
 
 INJECTED = """
@@ -332,18 +331,18 @@ def test_here(inject):
 """
 
 
-def test_faults_by_marker_and_by_fixture_are_counted_by_rank(pytester):
+def test_faults_by_marker_and_by_fixture_are_counted_by_rank(pytester, within):
     pytester.makepyfile(INJECTED)
-    result, report = run_session(pytester)
+    result, report = run_session(within)
     result.assert_outcomes(passed=3)
     tests = by_name(report)
     assert tests["test_marked"]["faults"] == [{"fault": "cuda.synchronize@rank=1=raise(ValueError)", "fired": [0, 1]}]
     assert tests["test_stretch"]["faults"] == [{"fault": "ipc.collect=skip", "fired": [2, 2]}]
 
 
-def test_a_fault_for_a_rank_that_is_not_there_says_so(pytester):
+def test_a_fault_for_a_rank_that_is_not_there_says_so(pytester, within):
     pytester.makepyfile("def test_it(world): pass")
-    result = pytester.runpytest_subprocess("--sglmem-inject", "step@rank=2=delay(1)")
+    result = within("--sglmem-inject", "step@rank=2=delay(1)")
     assert result.ret != 0
     assert "rank" in result.stdout.str()
     assert "2" in result.stdout.str()
@@ -352,7 +351,7 @@ def test_a_fault_for_a_rank_that_is_not_there_says_so(pytester):
 @pytest.mark.parametrize("dist", ["load", "loadfile"])
 def test_under_xdist_the_controller_has_the_whole_report(pytester, dist):
     pytester.makepyfile(test_worlds=WORLD_TESTS)
-    result, report = run_session(pytester, "-n", "2", "--dist", dist, "--junitxml", "j.xml")
+    result, report = run_session(pytester.runpytest_subprocess, "-n", "2", "--dist", dist, "--junitxml", "j.xml")
     result.assert_outcomes(passed=4, failed=1, skipped=1)
     assert len(report["tests"]) == 6
     assert by_name(report)["test_leak"]["live_bytes"][0]["verdict"] == "leak"
@@ -369,20 +368,20 @@ def test_under_xdist_the_controller_has_the_whole_report(pytester, dist):
     }
 
 
-def test_a_baseline_that_grew_fails_the_session(pytester):
+def test_a_baseline_that_grew_fails_the_session(pytester, within):
     pytester.makepyfile(test_worlds=WORLD_TESTS.replace("kept = []", "kept = [None]"))
-    result, report = run_session(pytester, "-k", "test_clean")
+    result, report = run_session(within, "-k", "test_clean")
     assert result.ret == 0
     settled = report["tests"][0]["live_bytes"][0]["settled"]
     report["tests"][0]["live_bytes"][0]["settled"] = [[value - 512 for value in rank] for rank in settled]
     (pytester.path / "old.json").write_text(json.dumps(report))
-    grew = pytester.runpytest_subprocess("-k", "test_clean", "--sglmem-baseline", "r.json")
+    grew = within("-k", "test_clean", "--sglmem-baseline", "r.json")
     assert grew.ret == 0
-    grew = pytester.runpytest_subprocess("-k", "test_clean", "--sglmem-baseline", "old.json")
+    grew = within("-k", "test_clean", "--sglmem-baseline", "old.json")
     assert grew.ret == pytest.ExitCode.TESTS_FAILED
     assert "baseline:" in grew.stdout.str()
     (pytester.path / "old.json").write_text(json.dumps({**report, "tests": []}))
-    new = pytester.runpytest_subprocess("-k", "test_clean", "--sglmem-baseline", "old.json")
+    new = within("-k", "test_clean", "--sglmem-baseline", "old.json")
     assert new.ret == 0
     new.stdout.fnmatch_lines(["baseline: *::test_clean: not compared, it is not in the baseline"])
 

@@ -244,7 +244,7 @@ def test_skips_and_warnings_of_ranks_are_the_tests(pytester, inside):
         def test_warns(world): world.run(lambda: warnings.warn("mind this", DeprecationWarning))
         """
     )
-    result = inside("-rsx", "-W", "default")
+    result = inside("-rsx")
     result.assert_outcomes(skipped=1, xfailed=1, passed=1, warnings=1)
     result.stdout.fnmatch_lines(["*ranks 0, 1: mind this*", "*not on this one*", "*known*"])
     inside("-W", "error::DeprecationWarning").assert_outcomes(skipped=1, xfailed=1, failed=1)
@@ -272,4 +272,4 @@ def test_two_workers_with_worlds_of_four(pytester, run):
         def test_dies(world): world.run(lambda: os._exit(3))
         """
     )
-    run("-n", "2", "--sglmem-world", "4").assert_outcomes(passed=4, failed=1)
+    run("-n", "2", "--dist", "worksteal", "--sglmem-world", "4").assert_outcomes(passed=4, failed=1)
