@@ -8,6 +8,7 @@ import socket
 import struct
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -19,14 +20,15 @@ from pytest_sglmem.world import World
 LIMIT = 20.0  # seconds that anything here may take before a test says so
 
 
-def wait_for_ends(pids):
-    """Return when all of these processes have ended; AssertionError where one lives on after the limit."""
+def wait_for_ends(pids, limit=LIMIT):
+    """Return when all of these processes have ended; AssertionError where one lives on after `limit` seconds."""
+    end = time.monotonic() + limit
     for pid in pids:
         try:
             fd = os.pidfd_open(pid)
         except ProcessLookupError:
             continue
-        ready, _, _ = select.select([fd], [], [], LIMIT)
+        ready, _, _ = select.select([fd], [], [], max(0.0, end - time.monotonic()))
         os.close(fd)
         assert ready, f"process {pid} lives on"
 
@@ -38,17 +40,17 @@ import os, sys
 from pytest_sglmem.launch import Launcher, Spec
 from pytest_sglmem.world import World
 launcher = Launcher()
-world = World.start(launcher, Spec(size=2))
+world = World.start(launcher, Spec(size={size}))
 pids = world.run(os.getpid)
 print(launcher._server.pid, *pids, launcher.folder, flush=True)
 {then}
 """
 
 
-def host(then, **popen):
-    """A process with a world of two; returns it, its server's and ranks' ids, and its folder."""
+def host(then, size=2, **popen):
+    """A process with a world; returns it, its server's and ranks' ids, and its folder."""
     process = subprocess.Popen(
-        [sys.executable, "-c", HOST.format(then=then)], stdout=subprocess.PIPE, text=True, **popen
+        [sys.executable, "-c", HOST.format(then=then, size=size)], stdout=subprocess.PIPE, text=True, **popen
     )
     *pids, folder = process.stdout.readline().split()
     return process, [int(pid) for pid in pids], Path(folder)
@@ -85,13 +87,13 @@ def test_ranks_go_with_the_server():
     assert not folder.exists()
 
 
-def test_ctrl_c_ends_everything_at_once():
-    process, pids, folder = host("world.run(__import__('time').sleep, 3600)", stderr=subprocess.PIPE)
+def test_ctrl_c_ends_eight_ranks_within_two_seconds():
+    process, pids, folder = host("world.run(__import__('time').sleep, 3600)", size=8, stderr=subprocess.PIPE)
+    assert len(pids) == 9
     with process:
         process.send_signal(signal.SIGINT)
+        wait_for_ends([*pids, process.pid], limit=2.0)
         assert "KeyboardInterrupt" in process.stderr.read()
-        process.wait(LIMIT)
-    wait_for_ends(pids)
     assert not folder.exists()
 
 

@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -40,32 +41,48 @@ class Job:
             environ = {**os.environ, **{name: str(value) for name, value in variables.items()}}
             environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
             environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
-            out = open(folder / f"out.{rank}", "w")  # noqa: SIM115
-            with out:
+            with open(folder / f"out.{rank}", "w") as file:
+                out = file if rank else subprocess.PIPE
                 self.processes.append(
                     subprocess.Popen(
-                        [sys.executable, *PYTEST, *args], cwd=folder, env=environ, stdout=out, stderr=subprocess.STDOUT
+                        [sys.executable, *PYTEST, *args],
+                        cwd=folder,
+                        env=environ,
+                        stdout=out,
+                        stderr=subprocess.STDOUT,
+                        text=True,
                     )
                 )
-        self.folder = folder
+        self.text = ""
+        self._more = threading.Condition()
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self):
+        for line in self.processes[0].stdout:
+            with self._more:
+                self.text += line
+                self._more.notify()
 
     def wait(self):
         """The exit status of each process."""
         try:
             return [process.wait(LIMIT) for process in self.processes]
         finally:
-            for process in self.processes:
-                process.kill()
-                process.wait()
+            self.end()
 
-    def text(self, rank=0):
-        return (self.folder / f"out.{rank}").read_text()
+    def end(self):
+        """Nothing of it runs any more, and all that the session said is in `text`."""
+        for process in self.processes:
+            process.kill()
+            process.wait()
+        self._reader.join()
+        self.processes[0].stdout.close()
 
-    def line(self, words, rank=0):
-        """Return when the output of a process has these words."""
-        while words not in self.text(rank):
-            assert self.processes[rank].poll() is None, self.text(rank)
-            os.sched_yield()
+    def line(self, words):
+        """Return when the session has said these words."""
+        with self._more:
+            assert self._more.wait_for(lambda: words in self.text, LIMIT), self.text
 
 
 @pytest.fixture
@@ -79,9 +96,7 @@ def job(tmp_path):
 
     yield start
     for one in jobs:
-        for process in one.processes:
-            process.kill()
-            process.wait()
+        one.end()
 
 
 def left_over(folder):
@@ -189,7 +204,7 @@ def test_trace(world, live_bytes):
 )
 def test_all_processes_end_with_the_sessions_status(job, tmp_path, program, args, status):
     running = job(program, *args)
-    assert running.wait() == [status, status], running.text()
+    assert running.wait() == [status, status], running.text
     assert not left_over(tmp_path)
 
 
@@ -215,7 +230,7 @@ def test_next(world):
     running.line("[rank 1] up")
     running.processes[1].send_signal(signal.SIGKILL)
     assert running.wait() == [1, -signal.SIGKILL]
-    assert "the processes with RANK [1] are gone" in running.text()
+    assert "the processes with RANK [1] are gone" in running.text
     assert not left_over(tmp_path)
 
 
