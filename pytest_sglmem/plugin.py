@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import re
+import sys
 import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
@@ -312,6 +313,19 @@ def pytest_runtest_makereport(
     if report.when == "teardown" or report.outcome != "passed":
         _attach(item, state, report)
     return report
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_exception_interact(node: pytest.Item | pytest.Collector, call: pytest.CallInfo[object]) -> None:
+    """Before `--pdb` begins where ranks have failed: say which process it is in."""
+    if not node.config.getoption("usepdb", False) or f"{__package__}.world" not in sys.modules:
+        return
+    from .world import PDB_NOTE, is_of_ranks
+
+    terminal = node.config.pluginmanager.getplugin("terminalreporter")
+    if terminal is not None and call.excinfo is not None and is_of_ranks(call.excinfo.value):
+        terminal.ensure_newline()
+        terminal.write_line(PDB_NOTE, yellow=True)
 
 
 @pytest.fixture

@@ -672,6 +672,17 @@ class World:
 # ----------------------------------------------------------------------------------------------------- words
 
 
+PDB_NOTE = (
+    "sglmem: this debugger is in pytest's process, at the call into the ranks, which have no terminal. "
+    "With -l the failure shows their local variables; a function called outside a world can be stepped through."
+)
+
+
+def is_of_ranks(error: BaseException) -> bool:
+    """Whether an exception, or one in its group, says what happened in ranks."""
+    return isinstance(error, RankError) or any(map(is_of_ranks, getattr(error, "exceptions", ())))
+
+
 def _ending(code: int | None) -> str:
     if code is None:
         return "its pipe closed"

@@ -87,7 +87,8 @@ def test_import_modes_in_packages_and_not(pytester, inside, mode, package):
     if package:
         (folder / "__init__.py").touch()
     strict = ("-W", "error", "--strict-markers", "--strict-config")
-    result = inside("--import-mode", mode, "-o", "pythonpath=.", *strict)
+    pytester.makeini("[pytest]\npythonpath = .\n")
+    result = inside("--import-mode", mode, *strict)
     result.assert_outcomes(passed=1)
 
 
@@ -231,6 +232,21 @@ def test_live_output_under_s_and_a_breakpoint_without_a_terminal(pytester, insid
     result.assert_outcomes(passed=1, failed=1)
     result.stdout.fnmatch_lines_random(["*[[]rank 0[]] live", "*[[]rank 1[]] live"])
     result.stdout.fnmatch_lines(["*breakpoint() in a rank: ranks have no terminal*"])
+
+
+def test_pdb_says_which_process_it_is_in_where_ranks_failed(pytester, run):
+    pytester.makepyfile(
+        """
+        def test_ranks(world): world.run(lambda: 1 / 0)
+        def test_here(world): raise ValueError
+        """
+    )
+    result = pytester.run(sys.executable, "-m", "pytest", *ARGS, "--pdb", stdin=b"where\nc\nc\n", timeout=LIMIT)
+    result.assert_outcomes(failed=2)
+    result.stdout.fnmatch_lines(
+        ["sglmem: this debugger is in pytest's process*", "*(Pdb)*", "*-> def test_ranks(world): *"]
+    )
+    assert result.stdout.str().count("this debugger is in") == 1
 
 
 def test_skips_and_warnings_of_ranks_are_the_tests(pytester, inside):
