@@ -34,6 +34,8 @@ _STDLIB = tuple({os.path.realpath(sysconfig.get_path(key)) + os.sep for key in (
 # What called the code under test is the harness, and who called that says nothing.
 _CALLERS = frozenset(os.path.join(_HERE, name) for name in ("rank.py", "tracing.py"))
 _RUNNERS = frozenset({"pytest", "py.test", "torchrun"})
+# Who runs a whole session: what called it (a script, xdist's worker) says nothing of a test's line.
+_SESSION = (os.path.join("_pytest", "main.py"), os.path.join("xdist", "remote.py"))
 
 
 def user_stack(skip: int = 0, limit: int = 12) -> tuple[str, ...]:
@@ -51,11 +53,12 @@ class Stacks:
     left to be found from the instruction, because `frame.f_lineno` walks a table as long as the function.
     """
 
-    __slots__ = ("_plumbing", "_users")
+    __slots__ = ("_ends", "_plumbing", "_users")
 
     def __init__(self) -> None:
         self._users: set[str] = set()
         self._plumbing: set[str] = set()
+        self._ends: set[str] = set()
 
     def take(self, skip: int = 0, limit: int = 12) -> RawStack:
         """The caller's stack, innermost user line first. It holds no frame. `skip` as for `user_stack`."""
@@ -74,11 +77,21 @@ class Stacks:
                 limit -= 1
                 if not limit:
                     break
+            elif name in self._ends:
+                break
             elif name not in plumbing:
-                (plumbing if is_plumbing(name) else users).add(name)
+                self._learn(name)
                 continue
             frame = frame.f_back
         return tuple(found)
+
+    def _learn(self, name: str) -> None:
+        if not is_plumbing(name):
+            self._users.add(name)
+        elif name.endswith(_SESSION):
+            self._ends.add(name)
+        else:
+            self._plumbing.add(name)
 
     def take_any(self, skip: int = 0, limit: int = 12) -> RawStack:
         """As `take`; where no line is the user's (the thread that feeds a queue), the plumbing's own lines."""
