@@ -28,6 +28,7 @@ class Collector:
         self._entries: dict[str, Test] = {}
         self._machine: dict[str, str] = {}
         self._grown: list[str] = []
+        self._unwritten: list[str] = []
         self._left_out: list[str] = []
         self.proof: dict[str, object] | None = None
         self._baseline = self._load_baseline() if self._writes else None
@@ -93,7 +94,12 @@ class Collector:
             if self._grown and session.exitstatus == pytest.ExitCode.OK:
                 session.exitstatus = pytest.ExitCode.TESTS_FAILED
         for path in self._settings.report:
-            report.write(document, path)
+            try:
+                report.write(document, path)
+            except OSError as error:
+                self._unwritten.append(f"the report {path} could not be written: {error}")
+                if session.exitstatus == pytest.ExitCode.OK:
+                    session.exitstatus = pytest.ExitCode.TESTS_FAILED
         summary = os.environ.get("GITHUB_STEP_SUMMARY")
         if summary and self._settings.github_summary:
             with Path(summary).open("a", encoding="utf-8") as file:
@@ -104,6 +110,8 @@ class Collector:
         if not self._writes:
             return
         self._summary(terminalreporter, config)
+        for line in self._unwritten:
+            terminalreporter.write_line(f"sglmem: {line}", red=True)
         for line in self._grown:
             terminalreporter.write_line(f"baseline: {line}", red=True)
         for line in self._left_out:

@@ -6,10 +6,12 @@ warning, an entry in the report, files in the artifacts folder.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from .digests import digest
 from .judge import CyclicMemoryWarning, LateReleaseWarning, LeakError, judge
 from .records import Trace, Verdict
 from .words import verdict_line
@@ -46,9 +48,14 @@ class LiveBytes:
 
         `tolerance`: bytes a cycle and rank that may stay; exactly as many pass, one more fails. Raises LeakError, whose
         `.verdict` has everything that the message says. Memory that comes back only through the cyclic collector is a
-        CyclicMemoryWarning, only through somebody's `ipc_collect` a LateReleaseWarning.
+        CyclicMemoryWarning, only through somebody's `ipc_collect` a LateReleaseWarning. Raises ValueError where the
+        trace has fewer than two judged cycles: nothing could be seen to stay.
         """
         __tracebackhide__ = True
+        if isinstance(trace, Trace) and trace.cycles < 2:
+            raise ValueError(
+                f"what stays shows between two cycles, and this trace has cycles={trace.cycles}; try (3, 12)"
+            )
         verdict = self.judge(trace, tolerance=tolerance)
         if verdict.verdict == "leak":
             self._keep(trace)
@@ -70,6 +77,8 @@ class LiveBytes:
             raise ValueError(f"the traces ran over different geometries: {a.geometries!r} and {b.geometries!r}")
         if a.size != b.size:
             raise ValueError(f"the traces come from worlds of {a.size} and {b.size} ranks")
+        if all(one == digest(None) for trace in (a, b) for rank in trace.ranks for one in rank.digests):
+            raise ValueError("no step of either trace returned anything: let the steps return what is to be compared")
         for left, right in zip(a.ranks, b.ranks, strict=True):
             for step, (one, other) in enumerate(zip(left.digests, right.digests, strict=False)):
                 if one != other:
@@ -82,6 +91,9 @@ class LiveBytes:
     def _keep(self, trace: Trace) -> None:
         if self._artifacts is None:
             return
-        self._artifacts.mkdir(parents=True, exist_ok=True)
-        taken = len(list(self._artifacts.glob("trace*.json")))
-        trace.save(self._artifacts / (f"trace-{taken}.json" if taken else "trace.json"))
+        try:
+            self._artifacts.mkdir(parents=True, exist_ok=True)
+            taken = len(list(self._artifacts.glob("trace*.json")))
+            trace.save(self._artifacts / (f"trace-{taken}.json" if taken else "trace.json"))
+        except OSError as error:  # the leak must be said all the same, also where warnings are errors
+            print(f"sglmem: the trace could not be kept in {self._artifacts}: {error}", file=sys.stderr)

@@ -399,3 +399,12 @@ def test_github_summary_is_written_only_when_asked(pytester, monkeypatch):
     assert not path.exists()
     pytester.runpytest_subprocess("--sglmem-github-summary").assert_outcomes(passed=1)
     assert "test_counts" in path.read_text()
+
+
+def test_a_report_that_cannot_be_written_is_said_and_fails(pytester):
+    pytester.makepyfile("def test_nothing(): pass")
+    pytester.makefile(".txt", file="not a folder")
+    result = pytester.runpytest("--sglmem-report", "file.txt/r.json")
+    result.assert_outcomes(passed=1)
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.stdout.fnmatch_lines(["sglmem: the report file.txt/r.json could not be written: *"])
