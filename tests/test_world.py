@@ -733,8 +733,7 @@ def test_a_world_that_came_up_smaller_does_not_pass(start, monkeypatch):
     world = start(2)
     hello = {"size": 1, "backend": "gloo", "group_rank": 0, "pid": 1}
     answers = {
-        number: Answer(0, number, far_side.dump_result({**hello, "group_rank": 0, "size": 1}))
-        for number in range(2)
+        number: Answer(0, number, far_side.dump_result({**hello, "group_rank": 0, "size": 1})) for number in range(2)
     }
     from pytest_sglmem.world import _Round
 
