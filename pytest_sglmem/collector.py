@@ -110,12 +110,21 @@ class Collector:
         if not self._writes:
             return
         self._summary(terminalreporter, config)
+        for fault in self._not_triggered():
+            terminalreporter.write_line(
+                f"sglmem: fault {fault} (--sglmem-inject): not triggered in any test", yellow=True
+            )
         for line in self._unwritten:
             terminalreporter.write_line(f"sglmem: {line}", red=True)
         for line in self._grown:
             terminalreporter.write_line(f"baseline: {line}", red=True)
         for line in self._left_out:
             terminalreporter.write_line(f"baseline: {line}")
+
+    def _not_triggered(self) -> list[str]:
+        """The session's faults that struck nowhere: a green session says nothing about them."""
+        fired = {entry["fault"] for test in self._entries.values() for entry in test["faults"] if any(entry["fired"])}
+        return [fault for fault in self._settings.inject if fault not in fired]
 
     def _summary(self, terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
         if not self._something_to_say():

@@ -408,3 +408,18 @@ def test_a_report_that_cannot_be_written_is_said_and_fails(pytester):
     result.assert_outcomes(passed=1)
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     result.stdout.fnmatch_lines(["sglmem: the report file.txt/r.json could not be written: *"])
+
+
+def test_a_fault_of_the_session_that_never_fired_is_said(pytester):
+    pytester.makepyfile(
+        """
+        import pickle
+
+        def test_dumps():
+            pickle.dumps(1)
+        """
+    )
+    never, did = "gc.enable=skip", "pickle.dumps=delay(0)"
+    result = pytester.runpytest("--sglmem-inject", never, "--sglmem-inject", did)
+    result.stdout.fnmatch_lines([f"sglmem: fault {never} (--sglmem-inject): not triggered in any test"])
+    assert f"fault {did}" not in result.stdout.str()
