@@ -164,6 +164,9 @@ class World:
         self._pickling = _Pickling()
         self.on_progress: Callable[[Progress], None] | None = None
 
+    def __reduce__(self) -> tuple[object, ...]:
+        raise TypeError("a World stays in the test; in a rank, torch.distributed.get_world_size() is its size")
+
     # ------------------------------------------------------------------------------------ the public face
 
     @classmethod

@@ -207,6 +207,13 @@ def test_locals_of_the_failing_frame(start, shown):
     assert ("tell_tale  = 4321" in str(caught.value)) is shown
 
 
+def test_a_function_that_takes_the_world_along_is_told_what_to_use(start):
+    world = start(2)
+    with pytest.raises(TypeError, match=r"get_world_size\(\) is its size"):
+        world.run(lambda: world.size)
+    assert world.run(lambda: 1) == [1, 1]
+
+
 def test_an_exception_that_does_not_pickle_or_print_crosses_as_text(start):
     class Locked(Exception):
         def __init__(self):
