@@ -5,7 +5,8 @@
 collector's settings are afterwards as they were. It imports neither torch nor pytest.
 
 What it does not see: memory outside the collector's care, beyond the bytes that tracemalloc counts. What another thread
-makes while appends run counts as theirs.
+makes while appends run counts as theirs. Log records of measured stretches are not in pytest's `caplog` and report,
+which would keep them (`capture.py`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from . import heap, roots, windows
 from .appends import Append, Appends, Caller, traced
 from .cancelling import CancelAtEachAwait
+from .capture import log_capture_resting
 from .pauses import FullPause, Pauses, Stall, event_loop_stall, full_pause
 from .records import Growth
 
@@ -38,7 +40,7 @@ class GrowthError(AssertionError):
 
 class Grown:
     """What a `with` block leaves: `objects` (live plus frozen; negative where more went than came) and `by_type` (what
-    changed). Zero and empty until the block has ended.
+    changed). Zero and empty until the block has ended. What the block logs is not in `caplog`.
     """
 
     def __init__(self, ignored: Sequence[str] = ()) -> None:
@@ -49,9 +51,11 @@ class Grown:
         self._after: dict[str, int] = {}
         self._froze = heap.application_froze()
         self._settings = heap.settings_kept()
+        self._resting = log_capture_resting()
 
     def __enter__(self) -> Grown:
         self._settings.__enter__()
+        self._resting.__enter__()
         heap.settle()
         self._before.update(heap.by_type())
         self._before[_METHOD] = self._before.get(_METHOD, 0) - heap.bound_to(self)
@@ -65,6 +69,7 @@ class Grown:
         self.objects = heap.comparable(self._ignored) - heap.bound_to(self) - self.objects
         self._after.update(heap.by_type())
         self._after[_METHOD] = self._after.get(_METHOD, 0) - heap.bound_to(self)
+        self._resting.__exit__(None, None, None)
         self._settings.__exit__(None, None, None)
         self._say()
 
@@ -107,7 +112,8 @@ class GcTracked:
 
         `append(i)` is called `times` times in two windows, after a warm-up of a tenth as many; it may be a coroutine
         function. `max_bytes_per_append` bounds the bytes that an append leaves, too; without it they are said up to
-        2,000 appends. Raises ValueError for numbers that say nothing.
+        2,000 appends. What appends log is not in `caplog`: it would keep each record. Raises ValueError for
+        numbers that say nothing.
         """
         _check(times, per_append, max_bytes_per_append)
         trace = max_bytes_per_append is not None or times <= _TRACED
@@ -157,14 +163,15 @@ class GcTracked:
         """
         if not (rate * retention >= 1 and turns >= 1):
             raise ValueError(f"rate * retention and turns must be >= 1 (got {rate!r} * {retention!r}, {turns!r})")
-        with heap.settings_kept():
+        with heap.settings_kept(), log_capture_resting():
             return event_loop_stall(append, alive=int(rate * retention), turns=turns, clock=self._clock)
 
     def assert_no_worse(
         self, candidate: Append, reference: Append, *, times: int = 1000, within: float = 1.5
     ) -> tuple[Growth, Growth]:
         """Fail with `GrowthError` where the candidate leaves more than the reference: tracked objects (exactly), bytes
-        or time of an append or of a full collection (more than `within` times). Returns both growths.
+        or time of an append or of a full collection (more than `within` times). Returns both growths. What appends log
+        is not in `caplog`.
         """
         _check(times, 0, None)
         theirs, _ = self._judge(reference, times, 0, None, trace=True)
@@ -186,7 +193,7 @@ class GcTracked:
     ) -> tuple[Growth, int]:
         """The growth, and how many objects the last full collection walked. `trace`: count bytes."""
         run = Appends(times, self._clock, self._ignored)
-        with heap.settings_kept(), traced(trace), Caller(append) as call:
+        with heap.settings_kept(), log_capture_resting(), traced(trace), Caller(append) as call:
             run.run(call)
             first, second = run.windows
             objects = windows.rate(first.objects(), second.objects(), per_append)
@@ -231,7 +238,7 @@ class GcTracked:
         """Seconds of an append of each, the quickest of interleaved blocks."""
         quickest = [float("inf"), float("inf")]
         size = max(1, times // _BLOCKS)
-        with heap.settings_kept(), Caller(candidate) as ours, Caller(reference) as theirs:
+        with heap.settings_kept(), log_capture_resting(), Caller(candidate) as ours, Caller(reference) as theirs:
             for block in range(_BLOCKS):
                 for which, call in enumerate((ours, theirs)):
                     begun = self._clock()

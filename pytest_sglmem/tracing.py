@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from . import words
+from .capture import log_capture_resting
 from .digests import digest
 from .holders import chains_for_blocks
 from .judge import leaking_stacks, settled
@@ -297,12 +298,13 @@ def trace(
     Without a process group it traces this process alone. `timeout`: seconds that ranks wait for each other at a quiet
     point, so longer than a step may take in one rank more than in another. `cycles`, `warmup` and errors as in
     `trace_rank`: where a rank raises, the others raise PeerFailed, which names it, unless they hang in the step itself.
+    In a pytest process, what the steps log is not in `caplog`, which would keep each record and the tensors in it.
     """
     from .ipc import Ledger
 
     meeting = Meeting(group, timeout=timeout)
     try:
-        with meeting.telling(), Ledger(meeting.rank) as ledger:
+        with meeting.telling(), log_capture_resting(), Ledger(meeting.rank) as ledger:
             geometries = list(over)
             mine = trace_rank(
                 lambda: step,

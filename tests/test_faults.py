@@ -6,6 +6,7 @@ import builtins
 import contextlib
 import gc
 import io
+import json
 import os
 import pickle
 import subprocess
@@ -203,6 +204,53 @@ class TestPickle:
     def test_flipped_changes_one_byte(self):
         assert [a ^ b for a, b in zip(flipped(b"abc"), b"abc", strict=True)] == [0, 1, 0]
         assert flipped(b"") == b""
+
+
+class TestDeviceMemory:
+    """In the pytest process, which often has no device: then there is nothing to retain, and nothing fired."""
+
+    @pytest.fixture(autouse=True)
+    def no_device(self, monkeypatch):
+        torch = pytest.importorskip("torch")
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+
+    def test_a_step_retains_nothing_without_a_device(self):
+        with arm("step=retain", "step@every=2=retain(64)") as here:
+            for _ in range(4):
+                here.before_step()
+            assert here.kept == []
+        assert here.reached == {"step": 4}
+        assert here.fired == {"step=retain": 0, "step@every=2=retain(64)": 0}
+
+    def test_nor_where_nobody_loaded_torch(self, monkeypatch):
+        monkeypatch.delitem(sys.modules, "torch")
+        with arm("step=retain") as here:
+            here.before_step()
+            assert "torch" not in sys.modules
+        assert here.fired == {"step=retain": 0}
+
+    def test_on_the_emulated_device_it_does(self):
+        from pytest_sglmem.emulated import emulated_cuda
+
+        with emulated_cuda(), arm("step=retain(64)") as here:
+            here.before_step()
+            assert [one.numel() for one in here.kept] == [64]
+        assert here.fired == {"step=retain(64)": 1}
+
+    def test_a_session_that_only_counts_objects_passes(self, pytester):
+        pytester.makepyfile("""
+            import pytest
+            torch = pytest.importorskip("torch")
+
+            def test_counts(gc_tracked):
+                gc_tracked.assert_flat(lambda i: None, times=10)
+                with gc_tracked.growth() as grown:
+                    pass
+        """)
+        result = pytester.runpytest_subprocess("--sglmem-inject", "step=retain", "--sglmem-report", "r.json")
+        result.assert_outcomes(passed=1)
+        faults = json.loads((pytester.path / "r.json").read_text())["tests"][0]["faults"]
+        assert faults == [{"fault": "step=retain", "fired": [0]}]
 
 
 class TestClock:

@@ -25,7 +25,7 @@ LADDER = {
     3: {"tracing", "judge", "reference"},
     2: {
         *("sources", "digests", "words"),
-        *("objects", "appends", "cancelling", "pauses", "heap", "roots", "holders"),
+        *("objects", "appends", "cancelling", "capture", "pauses", "heap", "roots", "holders"),
         *("ipc", "ledger", "audit", "emulated"),
         *("faults", "strikes"),
     },
@@ -43,7 +43,7 @@ SIDEWAYS = {
     "launch": {"rank"},  # it starts ranks; of launch.py a rank knows only types
     "torchrun": {"launch"},
     "tracing": {"judge"},
-    "objects": {"appends", "cancelling", "pauses", "heap", "roots"},
+    "objects": {"appends", "cancelling", "capture", "pauses", "heap", "roots"},
     "appends": {"heap"},
     "pauses": {"heap"},
     "ipc": {"ledger", "audit"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import pickle
 
 import pytest
@@ -238,6 +239,15 @@ def test_trace_without_a_process_group(device):
     found = pytest_sglmem.trace(flat, [64, {"heads": 8}])
     assert (found.size, found.geometries, found.warmup) == (1, ("64", "{'heads': 8}"), 1)
     assert judge(found).verdict == "flat"
+
+
+def test_a_step_that_logs_a_tensor_is_flat(device, caplog):
+    log = logging.getLogger(__name__)
+    found = trace(lambda _: log.warning("got %s", block()), [1, 2], cycles=3)
+    assert judge(found).verdict == "flat"
+    assert caplog.records == []
+    log.warning("got %s", block())
+    assert len(caplog.records) == 1
 
 
 def test_a_trace_is_saved_and_loaded_equal(device, tmp_path):
