@@ -27,6 +27,15 @@ def begin(**how):
     return dist, dist.get_rank()
 
 
+def or_skip(run, *args, **kwargs):
+    try:
+        return run(*args, **kwargs)
+    except RankRaised as error:
+        if re.search("with Gloo|Gloo does not support", str(error)):
+            pytest.skip("the gloo of this torch lacks an operation that NCCL has")
+        raise
+
+
 def results():
     dist, rank = begin(device_id=torch.device("cuda", torch.cuda.current_device()))
 
@@ -84,12 +93,7 @@ def results():
 
 def test_results(world):
     """torch 2.6's gloo has no average and no reduce_scatter, and says so; torch 2.13's has both."""
-    try:
-        first, second = world.run(results)
-    except RankRaised as error:
-        if re.search("with Gloo|Gloo does not support", str(error)):
-            pytest.skip("the gloo of this torch lacks an operation that NCCL has")
-        raise
+    first, second = or_skip(world.run, results)
     assert first["all_reduce"] == second["all_reduce"] == [10, 12, 14, 16]
     assert first["average"] == [5, 6, 7, 8]
     assert first["bfloat16"] == first["broadcast"] == [10, 11, 12, 13]
@@ -173,6 +177,67 @@ def test_an_operation_under_way_keeps_its_tensors(world):
     for first, left in world.run(asynchronous):
         assert first == [3, 3, 3, 3]
         assert left == 0
+
+
+REDUCE_SCATTERS = ("reduce_scatter_tensor", "reduce_scatter", "reduce_scatter_single", "_reduce_scatter_base")
+
+
+def scattering(name, asynchronously):
+    import warnings
+
+    import torch.distributed as dist
+
+    warnings.simplefilter("ignore", FutureWarning)
+
+    def step(n):
+        given = torch.ones(2 * n, device="cuda")
+        got = torch.empty(n, device="cuda")
+        parts = list(given.chunk(2)) if name == "reduce_scatter" else given
+        work = getattr(dist, name)(got, parts, async_op=asynchronously)
+        if asynchronously:
+            work.wait()
+        assert got[:2].tolist() == [2, 2]
+        return got
+
+    return step
+
+
+@pytest.mark.world(size=2)
+@pytest.mark.parametrize("asynchronously", [False, True])
+@pytest.mark.parametrize("name", REDUCE_SCATTERS)
+def test_a_reduce_scatter_that_was_waited_for_keeps_nothing(world, live_bytes, name, asynchronously):
+    """gloo's never says that it is completed."""
+    if not hasattr(torch.distributed, name):
+        pytest.skip(f"this torch has no {name}")
+    live_bytes.assert_flat(or_skip(world.trace, scattering, [1000], cycles=3, args=(name, asynchronously)))
+
+
+def waited_twice():
+    dist, _ = begin()
+    given = torch.ones(2 * MIB, dtype=torch.uint8, device="cuda")
+    got = torch.empty(MIB, dtype=torch.uint8, device="cuda")
+    work = dist.reduce_scatter_tensor(got, given, async_op=True)
+    base = torch.cuda.memory_allocated()
+    del given
+    held = torch.cuda.memory_allocated() - base
+    work.wait()
+    left = torch.cuda.memory_allocated() - base
+    first = got[:2].tolist()
+    got.fill_(9)
+    work.wait()
+    second = got[:2].tolist()
+    del work
+    dist.destroy_process_group()
+    return held, left, first, second
+
+
+def test_a_reduce_scatter_holds_its_tensors_until_it_was_waited_for(world):
+    """And a second wait writes nothing: the result may be another's memory by then."""
+    if world.device == "cuda":
+        pytest.skip("NCCL is done when its stream is")
+    for held, left, first, second in or_skip(world.run, waited_twice):
+        assert (held, left) == (0, -2 * MIB)
+        assert (first, second) == ([2, 2], [9, 9])
 
 
 def parallel_training():

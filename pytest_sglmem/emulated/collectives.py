@@ -3,7 +3,8 @@
 A group made with "nccl" is a gloo group that says "nccl" when asked, and takes emulated tensors only, as NCCL does.
 gloo finishes an operation in a thread of its own, which may hold its tensors a moment longer than the call: so that no
 byte comes back late, it is given tensors over the same memory that own nothing, and the originals are held until the
-operation is done. Buffers of NCCL itself are not there; `ProcessGroupNCCL.Options` are taken and not looked at.
+operation is done or was waited for. Buffers of NCCL itself are not there; `ProcessGroupNCCL.Options` are taken and not
+looked at.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class Collectives:
         self._memory = emulation.memory
         self._under_way: list[tuple[Any, list[torch.Tensor]]] = []
         self._lent: list[weakref.ref[torch.Tensor]] = []
+        self._waited: weakref.WeakSet[Any] = weakref.WeakSet()
         self.nccl: set[str] = set()
 
     def run(self, name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -51,6 +53,21 @@ class Collectives:
         answer = func(*[self._alias(value, held) for value in args], **kwargs)
         if held:
             self._hold(answer, held)
+        return answer
+
+    def wait(self, real: Callable[..., bool], work: Any, *args: Any, **kwargs: Any) -> bool:
+        """`work.wait(...)`, after which its tensors are let go of.
+
+        gloo's reduce_scatter never says that it is completed, and copies its result out in each wait: a second one
+        would write to memory that may be another's by then.
+        """
+        if work in self._waited:
+            return True
+        answer = real(work, *args, **kwargs)
+        kept = [one for one in self._under_way if one[0] is not work]
+        if len(kept) < len(self._under_way) and not work.is_completed():
+            self._waited.add(work)
+        self._under_way = kept
         return answer
 
     def sweep(self) -> None:
@@ -123,6 +140,16 @@ def _install_reducer(patches: Patches, emulation: Emulation) -> None:
 
     patches.set(cls, "__init__", __init__)
     patches.set(cls, "_rebuild_buckets", _rebuild_buckets)
+
+
+def _install_wait(patches: Patches, collectives: Collectives) -> None:
+    real = torch.distributed.Work.wait
+
+    @functools.wraps(real)
+    def wait(self: Any, *args: Any, **kwargs: Any) -> bool:
+        return collectives.wait(real, self, *args, **kwargs)
+
+    patches.set(torch.distributed.Work, "wait", wait)
 
 
 def _is_group(value: Any) -> bool:
@@ -222,6 +249,7 @@ def install(patches: Patches, emulation: Emulation) -> None:
         if hasattr(c10d, name):
             replace(name, object_device(wrap))
     _install_reducer(patches, emulation)
+    _install_wait(patches, emulation.collectives)
     patches.set(torch._C, "_nccl_version", lambda: NCCL_VERSION)
     patches.set(torch._C, "_nccl_version_suffix", lambda: b"")
     for module in (torch.distributed, c10d):
