@@ -257,7 +257,7 @@ class Rank:
 
         if not dist.is_initialized():
             return {"size": None, "backend": None}
-        return {"size": dist.get_world_size(), "backend": str(dist.get_backend()), "group_rank": dist.get_rank()}
+        return {"size": dist.get_world_size(), "backend": _of_device(dist.get_backend()), "group_rank": dist.get_rank()}
 
     # -------------------------------------------------------------------------------------- call and answer
 
@@ -707,3 +707,9 @@ def read_notes(data: bytes) -> tuple[Collective, ...]:
         words = [word.rstrip(b"\0").decode(errors="replace") for word in (group, name, dtype)]
         found.append(Collective(words[0], number, words[1], elements, words[2]))
     return tuple(found)
+
+
+def _of_device(backend: str) -> str:
+    """The backend that device tensors go by: "nccl" of "cpu:gloo,cuda:nccl"."""
+    by_device = dict(part.split(":", 1) for part in backend.split(",") if ":" in part)
+    return by_device.get("cuda", backend)
