@@ -21,6 +21,7 @@ from .words import ranks as ranks_text
 Frame = tuple[str, int, str]
 _FAR_SIDE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "rank.py")
 _TRACING = os.path.join(os.path.dirname(os.path.abspath(__file__)), "tracing.py")
+_EMULATED = os.path.join(os.path.dirname(os.path.abspath(__file__)), "emulated") + os.sep  # C++ on a real device
 _DISTRIBUTED = f"{os.sep}torch{os.sep}distributed{os.sep}"
 _WRAPPERS = frozenset(("wrapper", "inner", "noted", "gated", "carry_out", "_fn", "decorate_context"))
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
@@ -47,7 +48,7 @@ class Where:
         for file, _, name in self.frames:
             if _DISTRIBUTED in file:
                 found = found if name in _WRAPPERS or name.startswith("<") else name
-            elif name not in _WRAPPERS:
+            elif name not in _WRAPPERS and not file.startswith(_EMULATED):
                 break
         return found
 
