@@ -8,10 +8,7 @@ the device needs for it is in the second column (events around the run).
 
 from __future__ import annotations
 
-import statistics
-import time
-
-from ranks import on_ranks
+from ranks import on_ranks, timed
 
 CALLS = 300
 
@@ -77,30 +74,12 @@ def costs(rank: int, mib: float) -> list[tuple[str, float, float]]:
         "exchange": lambda: ulysses.exchange(send),
         "NCCL": lambda: dist.all_to_all_single(received, send),
     }
-    timings = [(name, *timed(call)) for name, call in calls.items()]
+    timings = []
+    for name, call in calls.items():
+        device, host = timed(call, CALLS, repeats=5)
+        timings.append((name, host * 1e3, device * 1e3))  # microseconds
     ulysses._forget()
     return timings
-
-
-def timed(call) -> tuple[float, float]:
-    """Microseconds a call: host, device."""
-    import torch
-    import torch.distributed as dist
-
-    host, device = [], []
-    for _ in range(6):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda.synchronize()
-        dist.barrier()
-        begin.record()
-        started = time.perf_counter()
-        for _ in range(CALLS):
-            call()
-        host.append((time.perf_counter() - started) / CALLS * 1e6)
-        end.record()
-        torch.cuda.synchronize()
-        device.append(begin.elapsed_time(end) / CALLS * 1e3)
-    return statistics.median(host[1:]), statistics.median(device[1:])
 
 
 if __name__ == "__main__":

@@ -14,11 +14,10 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 
-from ranks import on_ranks
+from ranks import on_ranks, timed
 
 
 def measure(rank: int, sizes: list[int], repeats: int, order: str, tuning: dict[str, int]) -> dict:
@@ -70,29 +69,6 @@ def allocations(call: Callable[[], object]) -> int:
         call()
     torch.cuda.synchronize()
     return torch.cuda.memory_stats().get("allocation.all.allocated", 0) - before
-
-
-def timed(call: Callable[[], object], calls: int, repeats: int) -> tuple[float, float]:
-    """Milliseconds a call on the device and on the host: medians of `repeats` runs of `calls`."""
-    import torch
-    import torch.distributed as dist
-
-    device, host = [], []
-    for repeat in range(repeats + 2):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda.synchronize()
-        dist.barrier()
-        begin.record()
-        started = time.perf_counter()
-        for _ in range(calls):
-            call()
-        host_s = time.perf_counter() - started
-        end.record()
-        torch.cuda.synchronize()
-        if repeat >= 2:
-            device.append(begin.elapsed_time(end) / calls)
-            host.append(host_s * 1e3 / calls)
-    return statistics.median(device), statistics.median(host)
 
 
 def table(ranks: list[dict], link: float) -> list[dict]:

@@ -1,4 +1,4 @@
-"""Starts the ranks of a benchmark: one process each, a process group over a FileStore, one result a rank.
+"""A benchmark's ranks (one process each, a process group over a FileStore, one result a rank), and calls timed there.
 
 Without pytest, so that what is measured is the code and not the harness. It is no launcher for tests (no limits, no
 stacks of hung ranks): that is `pytest_sglmem.launch`.
@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import statistics
 import tempfile
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -28,6 +30,29 @@ def on_ranks(work: Callable[..., object], size: int, *args: object, device: str,
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(_rank, (size, work, args, device, backend, folder), size, start_method="spawn")
         return [pickle.loads(Path(folder, f"{rank}.pickle").read_bytes()) for rank in range(size)]
+
+
+def timed(call: Callable[[], object], calls: int, repeats: int) -> tuple[float, float]:
+    """Milliseconds a call on the device and on the host: medians of `repeats` runs of `calls`."""
+    import torch
+    import torch.distributed as dist
+
+    device, host = [], []
+    for repeat in range(repeats + 2):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize()
+        dist.barrier()
+        begin.record()
+        started = time.perf_counter()
+        for _ in range(calls):
+            call()
+        host_s = time.perf_counter() - started
+        end.record()
+        torch.cuda.synchronize()
+        if repeat >= 2:
+            device.append(begin.elapsed_time(end) / calls)
+            host.append(host_s * 1e3 / calls)
+    return statistics.median(device), statistics.median(host)
 
 
 def _rank(
