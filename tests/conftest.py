@@ -13,6 +13,7 @@ import pytest
 
 import pytest_sglmem
 from pytest_sglmem import plugin, report
+from pytest_sglmem.launch import Launcher
 
 
 @pytest.fixture(autouse=True)
@@ -73,6 +74,14 @@ def server(request):
     for module in ("attr", "cattrs", "cloudpickle", "numpy", "objgraph", "torch.distributed"):
         pytest.importorskip(module)
     return request.config.stash[plugin.SESSION].launcher()
+
+
+@pytest.fixture(scope="module")
+def launcher():
+    """A fork server of the module's own."""
+    launcher = Launcher()
+    yield launcher
+    launcher.close()
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import pytest
 
 from pytest_sglmem import stacks
 from pytest_sglmem.faults import parse
-from pytest_sglmem.launch import Launcher, Spec, Unavailable
+from pytest_sglmem.launch import Spec, Unavailable
 from pytest_sglmem.records import Answer
 from pytest_sglmem.world import RankDied, RankError, RankRaised, RankSilent, World
 
@@ -23,13 +23,6 @@ if sys.version_info < (3, 11):
     from exceptiongroup import ExceptionGroup
 
 pytestmark = pytest.mark.filterwarnings("default::pytest_sglmem.world.RankWarning")
-
-
-@pytest.fixture(scope="module")
-def launcher():
-    launcher = Launcher()
-    yield launcher
-    launcher.close()
 
 
 @pytest.fixture

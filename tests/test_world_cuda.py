@@ -7,18 +7,11 @@ import time
 
 import pytest
 
-from pytest_sglmem.launch import Launcher, Spec, Unavailable, no_cuda, visible_gpus
+from pytest_sglmem.launch import Spec, Unavailable, no_cuda, visible_gpus
 from pytest_sglmem.world import RankDied, RankSilent, World
 
 pytestmark = pytest.mark.skipif(bool(no_cuda()), reason=no_cuda() or "CUDA is here")
 two_gpus = pytest.mark.skipif(visible_gpus() < 2, reason="needs two GPUs")
-
-
-@pytest.fixture(scope="module")
-def launcher():
-    launcher = Launcher()
-    yield launcher
-    launcher.close()
 
 
 @pytest.fixture
