@@ -193,3 +193,11 @@ def test_an_unknown_step_is_an_error():
 def test_schedules_are_the_same_for_the_same_seed():
     assert generate(7, kills=True) == generate(7, kills=True)
     assert generate(7) != generate(8)
+
+
+def test_the_readme_counts_what_was_recorded():
+    readme = " ".join((TRUTH.parents[1] / "README.md").read_text(encoding="utf-8").split())
+    schedules = [played for path in RECORDINGS for played in load(path)["schedules"]]
+    steps = sum(len(played["steps"]) for played in schedules)
+    assert f"({len(schedules):,} random schedules, {steps:,} steps" in readme
+    assert f"the first {SAMPLE} of each recording on the emulated device" in readme
