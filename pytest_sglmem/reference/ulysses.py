@@ -353,7 +353,8 @@ class UlyssesAllToAll:
     def _settle_order(self) -> HostOrder | StreamOrder:
         if self._wanted_order == "host":
             return HostOrder(self._board)
-        flags = torch.zeros(self.world, dtype=torch.int32, device="cuda")
+        with _plain_segments():
+            flags = torch.zeros(self.world, dtype=torch.int32, device="cuda")
         driver = can_order_on_device(flags)
         devices: list[str] = [""] * self.world
         dist.all_gather_object(devices, _device_name() if driver else "", group=self.group)
