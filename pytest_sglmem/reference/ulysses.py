@@ -451,8 +451,16 @@ def _plain_segments() -> Iterator[None]:
     if not settings.get("expandable_segments", False):
         yield
         return
-    torch.cuda.memory._set_allocator_settings("expandable_segments:False")
+    # Each setting puts those that it does not name back to their defaults: so all are named, both times.
+    all_of_them = settings.get("PYTORCH_CUDA_ALLOC_CONF", "") or "expandable_segments:True"
+    others = [each for each in all_of_them.split(",") if not each.strip().startswith("expandable_segments")]
+    _set_allocator(",".join([*others, "expandable_segments:False"]))
     try:
         yield
     finally:
-        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+        _set_allocator(all_of_them)
+
+
+def _set_allocator(settings: str) -> None:
+    newer = getattr(torch._C, "_accelerator_setAllocatorSettings", None)  # the other warns where this one is
+    (newer or torch.cuda.memory._set_allocator_settings)(settings)
