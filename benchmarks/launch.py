@@ -174,6 +174,7 @@ def spawned_rank(rank: int, store: str, size: int, device: str, wait: str) -> No
         torch.cuda.set_device(rank % torch.cuda.device_count())
         torch.ones(1, device="cuda")
     dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
+    dist.barrier()  # a rank that leaves while another still connects to it breaks that one's group
     if wait:
         Path(wait, str(rank)).write_text(str(os.getpid()))
         while Path(wait).exists():
