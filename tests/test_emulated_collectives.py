@@ -259,29 +259,59 @@ def test_distributed_data_parallel(world):
     assert world.run(parallel_training) == [[1.0] * 4] * 2
 
 
-def let_go():
-    """What of the tensors lent to gloo is left once a group's end has settled that."""
-    from pytest_sglmem.emulated.collectives import Collectives
+def lent_to_gloo():
+    """How many of the tensors that gloo was lent are there once the operations are done and their group has ended."""
+    import weakref
 
-    seen = []
-    settle = Collectives.settle
+    from pytest_sglmem.emulated import collectives
 
-    def watched(self):
-        lent = list(self._lent)
-        settle(self)
-        seen.extend(one() is None for one in lent)
+    lent = []
+    real = collectives.without_owning
 
-    Collectives.settle = watched
+    def watched(tensor):
+        lent.append(weakref.ref(alias := real(tensor)))
+        return alias
+
+    collectives.without_owning = watched
     try:
         dist, _ = begin()
-        dist.all_reduce(torch.ones(4, device="cuda"))
+        for _ in range(collectives.MANY + 3):
+            dist.all_reduce(torch.ones(4, device="cuda"))
         dist.destroy_process_group()
     finally:
-        Collectives.settle = settle
-    return seen
+        collectives.without_owning = real
+    return [one() is not None for one in lent]
 
 
-def test_the_end_of_a_group_does_not_wait_for_an_operation_that_is_done(world):
+def test_gloos_threads_are_never_the_last_to_let_go(world):
+    """What they free takes the interpreter's lock, which a group's destructor holds while it waits for them."""
     if world.device == "cuda":
         pytest.skip("gloo under the emulated device")
-    assert world.run(let_go) == [[True], [True]]
+    for held in world.run(lent_to_gloo):
+        assert held == [False] * 3 + [True] * (len(held) - 3)
+
+
+def end_with_work_held():
+    """Which of the sleeps of this process there were while a group ended, and a Work and a model's buckets lived on."""
+    import time
+
+    slept = []
+    real = time.sleep
+    dist, _ = begin()
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4).cuda())
+    model(torch.ones(2, 4, device="cuda")).sum().backward()
+    held = dist.all_reduce(torch.ones(4, device="cuda"), async_op=True)
+    held.wait()
+    time.sleep = lambda seconds: slept.append(seconds) or real(seconds)
+    try:
+        dist.destroy_process_group()
+    finally:
+        time.sleep = real
+    return slept
+
+
+def test_the_end_of_a_group_does_not_wait_for_what_somebody_still_holds(world):
+    """A Work, and the buckets of DistributedDataParallel, hold tensors that gloo was lent as long as they live."""
+    if world.device == "cuda":
+        pytest.skip("gloo under the emulated device")
+    assert world.run(end_with_work_held) == [[], []]

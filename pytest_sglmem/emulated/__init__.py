@@ -123,7 +123,6 @@ class Emulation:
         self.open = self.memory.open = False
         for mode in self._modes:
             mode.open = False
-        self.collectives.settle()
         self.sharing.close()
 
 

@@ -3,15 +3,16 @@
 A group made with "nccl" is a gloo group that says "nccl" when asked, and takes emulated tensors only, as NCCL does.
 gloo finishes an operation in a thread of its own, which may hold its tensors a moment longer than the call: so that no
 byte comes back late, it is given tensors over the same memory that own nothing, and the originals are held until the
-operation is done or was waited for. Buffers of NCCL itself are not there; `ProcessGroupNCCL.Options` are taken and not
-looked at.
+operation is done or was waited for. Those that own nothing are held longer: freeing one takes the interpreter's lock,
+which a group's destructor holds while it waits for gloo's threads, so these must never be the last to let go of one.
+Buffers of NCCL itself are not there; `ProcessGroupNCCL.Options` are taken and not looked at.
 """
 
 from __future__ import annotations
 
+import collections
 import functools
 import sys
-import time
 import weakref
 from collections.abc import Callable
 from types import ModuleType
@@ -26,8 +27,7 @@ if TYPE_CHECKING:
 
 NCCL = "nccl"
 NCCL_VERSION = (2 << 32) | (27 << 16)  # as NCCL packs 2.27.0, for code that asks whether it is new enough
-MANY = 256  # lent tensors, before those that came back are forgotten
-LONGEST = 5.0
+MANY = 256  # lent tensors that are held: of one that so many others followed no thread is still putting away its work
 NOT_ALIASED = ("send", "recv_", "recv_any_source_", "barrier", "monitored_barrier_")
 
 
@@ -38,7 +38,7 @@ class Collectives:
         self._emulation = emulation
         self._memory = emulation.memory
         self._under_way: list[tuple[Any, list[torch.Tensor]]] = []
-        self._lent: list[weakref.ref[torch.Tensor]] = []
+        self._lent: collections.deque[torch.Tensor] = collections.deque(maxlen=MANY)
         self._waited: weakref.WeakSet[Any] = weakref.WeakSet()
         self.nccl: set[str] = set()
 
@@ -74,20 +74,6 @@ class Collectives:
         """Let go of the tensors of what is done."""
         if self._under_way:
             self._under_way = [(work, held) for work, held in self._under_way if not work.is_completed()]
-        if len(self._lent) > MANY:
-            self._lent = [lent for lent in self._lent if lent() is not None]
-
-    def settle(self) -> None:
-        """Wait until gloo's threads have let go of every tensor they were lent, LONGEST seconds at most.
-
-        Freeing one takes the interpreter's lock, which a group's destructor holds while it waits for its threads.
-        """
-        until = time.monotonic() + LONGEST
-        self.sweep()  # what is done but was not swept yet holds its tensors too
-        while any(lent() is not None for lent in self._lent) and time.monotonic() < until:
-            time.sleep(0.0005)
-            self.sweep()
-        self._lent.clear()
 
     def _made_by_torch(self, tensor: torch.Tensor) -> bool:
         """Whether torch's C++ made it in the call that is under way: there it would be on the device."""
@@ -105,7 +91,7 @@ class Collectives:
                 return value
             held.append(value)
             alias = without_owning(value)
-            self._lent.append(weakref.ref(alias))
+            self._lent.append(alias)
             return alias
         if isinstance(value, (list, tuple)):
             return [self._alias(one, held) for one in value]
@@ -233,15 +219,7 @@ def install(patches: Patches, emulation: Emulation) -> None:
 
         return make
 
-    def destroy_process_group(real: Any) -> Any:
-        def destroy(*args: Any, **kwargs: Any) -> Any:
-            emulation.collectives.settle()
-            return real(*args, **kwargs)
-
-        return destroy
-
     replace("init_process_group", init_process_group)
-    replace("destroy_process_group", destroy_process_group)
     replace("new_group", new_group)
     replace("get_backend", get_backend)
     replace("is_nccl_available", lambda real: lambda: True)
