@@ -49,8 +49,9 @@ _NOTICES: Mapping[str, frozenset[str]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A fault worth trying where its point was reached at least `least` times. `only`: the one device it shows on.
+    """A fault worth trying where its point was reached at least `least` times, in a world of at least `size` ranks.
 
+    `only`: the one device it shows on. `beside`: delays, in force with it, without which it would show by chance only.
     Faults that correct code may shrug off (a delay, a clock that jumps) are not among the candidates: surviving them
     says nothing about a test.
     """
@@ -59,6 +60,13 @@ class Candidate:
     text: str
     least: int = 1
     only: str = ""
+    size: int = 0
+    beside: tuple[str, ...] = ()
+
+
+# A barrier left out changes nothing as long as the ranks happen to come together. So one rank comes late wherever
+# others may count on it: with what it does in a step, with what it opens, and with what it closes.
+RANK_0_LATE = tuple(f"{point}@rank=0=delay(10)" for point in ("step", "ipc.open", "ipc.release", "cuda.synchronize"))
 
 
 CANDIDATES = (
@@ -72,7 +80,7 @@ CANDIDATES = (
     Candidate("cuda.alloc", "cuda.alloc@every=3=retain", least=3),
     Candidate("cuda.alloc", "cuda.alloc@nth=1=oom"),
     Candidate("cuda.synchronize", "cuda.synchronize=skip", only="cuda"),
-    Candidate("dist.barrier", "dist.barrier=skip"),
+    Candidate("dist.barrier", "dist.barrier=skip", size=2, beside=RANK_0_LATE),
     Candidate("dist.collective", "dist.collective=corrupt"),
     Candidate("dist.collective", "dist.collective@rank={last},nth=1=kill"),
     Candidate("step", "step@rank={last},nth=2=kill", least=2),
@@ -126,10 +134,17 @@ def plan(clean: Clean) -> list[Fault]:
     texts = list(clean.forced)
     for candidate in CANDIDATES:
         ranked = "rank=" in candidate.text or candidate.text.endswith("=kill")
-        possible = clean.reached.get(candidate.point, 0) >= candidate.least and (clean.size > 0 or not ranked)
+        least = max(candidate.size, int(ranked))
+        possible = clean.reached.get(candidate.point, 0) >= candidate.least and clean.size >= least
         if possible and candidate.only in ("", clean.device):
             texts.append(candidate.text.format(last=clean.size - 1))
     return [parse(text, origin="the proof") for text in texts]
+
+
+def beside(fault: str) -> tuple[Fault, ...]:
+    """The delays that are in force with this fault of the proof, so that it shows for certain."""
+    texts = next((candidate.beside for candidate in CANDIDATES if candidate.text == fault), ())
+    return tuple(parse(text, origin="the proof") for text in texts)
 
 
 def exemption(clean: Clean, fault: Fault) -> str | None:
@@ -246,8 +261,10 @@ def unproven(runs: Iterable[Run]) -> list[Run]:
 
 def repeat_command(runs: Sequence[Run], options: Sequence[str] = ()) -> str:
     """The one line that repeats these runs, all under one fault."""
-    fault = [] if runs[0].fault == HEALED else ["--sglmem-inject", runs[0].fault]
-    return shlex.join(["pytest", *dict.fromkeys(run.nodeid for run in runs), *fault, *options])
+    fault = runs[0].fault
+    texts = [] if fault == HEALED else [fault, *(one.text for one in beside(fault))]
+    injected = [word for text in texts for word in ("--sglmem-inject", text)]
+    return shlex.join(["pytest", *dict.fromkeys(run.nodeid for run in runs), *injected, *options])
 
 
 def table(runs: Sequence[Run], *, left_out: int = 0, options: Sequence[str] = ()) -> list[str]:

@@ -196,7 +196,7 @@ class Proof:
         settings = self._session.settings
         limit = min(settings.timeout, max(_LEAST_LIMIT, _TIMES_CLEAN * clean.seconds))
         self._running, self._failure = True, Failure()
-        self.faults = () if fault is None else (fault,)
+        self.faults = () if fault is None else (fault, *proof.beside(fault.text))
         # What a failing run would leave behind is of no use to anyone: it failed because it was to fail.
         self._session.settings = settings._replace(timeout=limit, artifacts=self._artifacts)
         try:

@@ -20,6 +20,7 @@ from pytest_sglmem.proof import (
     Clean,
     Failure,
     Run,
+    beside,
     exemption,
     failure_of,
     fold,
@@ -71,6 +72,17 @@ class TestPlan:
         reached = {"cuda.synchronize": 1}
         assert plan(Clean("t", reached, device="emulated")) == []
         assert [one.text for one in plan(Clean("t", reached, device="cuda"))] == ["cuda.synchronize=skip"]
+
+    def test_a_barrier_left_out_is_tried_where_there_is_somebody_to_wait_for(self):
+        reached = {"dist.barrier": 1}
+        assert plan(Clean("t", reached)) == plan(Clean("t", reached, size=1)) == []
+        assert [one.text for one in plan(Clean("t", reached, size=2))] == ["dist.barrier=skip"]
+
+    def test_what_stands_beside_a_fault_is_a_delay_of_one_rank(self):
+        late = beside("dist.barrier=skip")
+        assert {one.point for one in late} == {"step", "ipc.open", "ipc.release", "cuda.synchronize"}
+        assert {(one.action, one.ranks) for one in late} == {("delay", (0,))}
+        assert beside("ipc.open=retain") == ()
 
     @pytest.mark.parametrize("key", ["ipc.open@nth=1=retain", "ipc.open=retain", "ipc.open", ""])
     def test_exemptions_from_the_exact_to_all(self, key):
@@ -207,6 +219,13 @@ class TestFold:
     def test_commands_are_quoted_for_a_shell(self):
         command = repeat_command([Run("a.py::t[x y]", "step=raise(KeyError)", "survived")])
         assert command == "pytest 'a.py::t[x y]' --sglmem-inject 'step=raise(KeyError)'"
+
+    def test_the_command_repeats_what_stood_beside_the_fault_too(self):
+        command = repeat_command([Run("a.py::t", "dist.barrier=skip", "survived")])
+        assert command.startswith(
+            "pytest a.py::t --sglmem-inject dist.barrier=skip --sglmem-inject 'step@rank=0=delay("
+        )
+        assert command.count("--sglmem-inject") == 1 + len(beside("dist.barrier=skip"))
 
 
 HISTORY = """

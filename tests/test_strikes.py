@@ -6,11 +6,14 @@ the end holds both against `POINTS`, so that none can be added without a test.
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 
 from pytest_sglmem.faults import POINTS, FaultError, armed, parse
 from pytest_sglmem.judge import LeakError
 from pytest_sglmem.live_bytes import OutputsDiffer
+from pytest_sglmem.proof import beside
 from pytest_sglmem.world import RankDied, RankRaised, RankSilent
 
 ANYWHERE = ("raise", "kill", "exit", "hang", "delay")
@@ -232,6 +235,15 @@ class TestLeaks:
     def test_a_collect_left_out_is_late(self, world, live_bytes, inject):
         _, verdict = verdict_under(world, live_bytes, "ipc.collect=skip", inject)
         assert any(verdict.late_bytes)
+
+    def test_a_barrier_left_out_is_late_where_a_rank_is(self, world, live_bytes, inject):
+        with contextlib.ExitStack() as late:
+            for delay in beside("dist.barrier=skip"):
+                late.enter_context(inject(delay.text))
+            assert not any(live_bytes.judge(world.trace(exchange, SIZES, cycles=3)).late_bytes)
+            _, verdict = verdict_under(world, live_bytes, "dist.barrier=skip", inject)
+        assert verdict.late_bytes[0] == 0
+        assert min(verdict.late_bytes[1:]) > 0
 
     def test_one_byte_of_an_opened_block(self, world, live_bytes, inject):
         trace, verdict = verdict_under(world, live_bytes, "ipc.open=corrupt", inject)
