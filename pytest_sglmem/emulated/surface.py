@@ -141,7 +141,9 @@ def _public() -> list[tuple[types.ModuleType, str, str, Any]]:
         for name in [] if module is None else _names(module):
             value = getattr(module, name, None)
             if callable(value) and not isinstance(value, types.ModuleType) and not _is_legacy(name):
-                found.append((module, f"{_ALIASES.get(path, path)}.{name}", name, value))
+                short = _ALIASES.get(path, path)
+                published = short if hasattr(_module(short), name) else path
+                found.append((module, f"{published}.{name}", name, value))
     return found  # type: ignore[return-value]
 
 
@@ -180,6 +182,8 @@ def _refuser(name: str, real: Any) -> Any:
         return stand_in(real, refuse)
     refuse.__name__ = refuse.__qualname__ = name.rpartition(".")[2]
     refuse.__doc__ = real.__doc__
+    if hasattr(real, "__wrapped__"):  # torch's compiler looks for it when it is imported
+        refuse.__wrapped__ = real.__wrapped__  # type: ignore[attr-defined]
     return refuse
 
 
