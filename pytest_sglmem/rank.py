@@ -208,13 +208,14 @@ class Rank:
         return {"device": "emulated", "ordinal": local}
 
     def _prepare_flight_recorder(self) -> None:
-        """NCCL reads these when a group is made. Newer torch has the names with FR, older the others."""
+        """NCCL reads these when a group is made; torch 2.11 and newer warn of the names that older ones know."""
+        import torch
+
         dump = str(Path(self.spec.artifacts) / "nccl-flight-rank-")
+        newer = torch.__version__ >= "2.11"
         for name, value in (
-            ("TORCH_FR_BUFFER_SIZE", "2000"),
-            ("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000"),
-            ("TORCH_FR_DUMP_TEMP_FILE", dump),
-            ("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", dump),
+            ("TORCH_FR_BUFFER_SIZE" if newer else "TORCH_NCCL_TRACE_BUFFER_SIZE", "2000"),
+            ("TORCH_FR_DUMP_TEMP_FILE" if newer else "TORCH_NCCL_DEBUG_INFO_TEMP_FILE", dump),
             ("TORCH_NCCL_DEBUG_INFO_PIPE_FILE", str(self._folder / "flight-")),
         ):
             os.environ.setdefault(name, value)
