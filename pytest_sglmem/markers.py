@@ -1,12 +1,15 @@
 """What a test asks for by a marker, read and checked before anything runs.
 
-`@pytest.mark.world(size=8, backend="gloo")` becomes a `WorldAsked`, `@pytest.mark.inject(FAULT, ...)` some faults. An
-unknown keyword or an impossible value is a `pytest.UsageError` that echoes it and names the test's file and line.
+`@pytest.mark.world(size=8, backend="gloo")` becomes a `WorldAsked`, `@pytest.mark.inject(FAULT, ...)` some faults,
+`@pytest.mark.survives(FAULT, ..., reason="...")` the reason for each. An unknown keyword or an impossible value is a
+`pytest.UsageError` that echoes it and names the test's file and line.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, NamedTuple, cast
 
 import pytest
@@ -79,6 +82,33 @@ def faults_asked(marks: Sequence[pytest.Mark], origin: str) -> tuple[Fault, ...]
     if any(mark.kwargs or not mark.args for mark in marks):
         raise pytest.UsageError(f"inject ({origin}): should be one or more faults, such as inject('ipc.collect=skip')")
     return parse_faults(texts, origin)
+
+
+def exemptions(marks: Iterable[pytest.Mark], origin: str) -> Mapping[str, str]:
+    """Fault or point -> reason, of a test's `survives` markers; "" stands for every fault. Raises pytest.UsageError."""
+    found: dict[str, str] = {}
+    for mark in marks:
+        reason = mark.kwargs.get("reason")
+        if set(mark.kwargs) != {"reason"} or not isinstance(reason, str) or not reason.strip():
+            raise pytest.UsageError(
+                f"survives ({origin}): should be faults and a reason, survives(FAULT, ..., reason='...')"
+            )
+        for text in mark.args or ("",):
+            found.setdefault(_fault_or_point(text, origin) if mark.args else "", reason)
+    return MappingProxyType(found)
+
+
+def _fault_or_point(text: object, origin: str) -> str:
+    """What an exemption is for, as the proof names it. One for what no proof ever tries would be without effect."""
+    from .faults import POINTS
+    from .proof import tried
+
+    named = text if isinstance(text, str) and text in POINTS else parse_faults([text], origin)[0].text
+    if not tried(named):
+        point = re.split("[@=]", named)[0]
+        does = f"of {point} it tries {', '.join(tried(point))}" if tried(point) else f"it tries nothing at {point}"
+        raise pytest.UsageError(f"survives({text!r}) ({origin}): --sglmem-prove never tries this; {does}")
+    return named
 
 
 def parse_faults(texts: Sequence[object], origin: str) -> tuple[Fault, ...]:

@@ -9,7 +9,7 @@ session loads this: a dataclass takes six times as long to make.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import pytest
@@ -143,6 +143,8 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option("artifacts", "DIR", "where failures leave snapshots, graphs, stacks", _text, ".sglmem"),
 )
+# option -> the one without which it has no effect. On the command line it is a mistake; an ini file may have it ready.
+NEEDS = (("prove-limit", "prove"), ("baseline-tolerance", "baseline"))
 INI_ONLY: tuple[tuple[str, str], ...] = (
     ("sglmem_ignore_sites", "allocation sites that no verdict blames: patterns, one a line; what they hide is counted"),
     ("sglmem_ignore_types", "types that gc_tracked does not count: patterns, one a line; what they hide is counted"),
@@ -205,7 +207,21 @@ def settings(config: pytest.Config) -> Settings:
         values[name.removeprefix("sglmem_")] = tuple(_patterns(config, name))
     for flag in ("prove", "github_summary"):
         values[flag] = bool(values[flag])
+    _refuse_idle(values, origins)
     return Settings(**values, origins=origins)  # type: ignore[arg-type]
+
+
+def _refuse_idle(values: Mapping[str, object], origins: Mapping[str, str]) -> None:
+    """An option of the command line that could have no effect, or not the one that its name says, is an error."""
+    for name, needed in NEEDS:
+        key = name.replace("-", "_")
+        if "command line" in origins[key] and not values[needed]:
+            raise pytest.UsageError(f"{origins[key]} has no effect without --sglmem-{needed}")
+    if values["prove"] and values["inject"]:
+        raise pytest.UsageError(
+            f"{origins['inject']} would strike the clean run too, of which {origins['prove']} wants to know that it "
+            "passes; use one of them"
+        )
 
 
 def _value(config: pytest.Config, option: Option) -> tuple[object, str]:

@@ -21,7 +21,7 @@ import pytest
 
 from . import options
 from .collector import Collector
-from .markers import MARKERS, WorldAsked, faults_asked, parse_faults, place, world_asked
+from .markers import MARKERS, WorldAsked, exemptions, faults_asked, parse_faults, place, world_asked
 
 if TYPE_CHECKING:
     from . import torchrun
@@ -267,6 +267,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         _faults(item)
 
 
+        exemptions(item.iter_markers("survives"), place(item))
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """A fresh record of the test."""

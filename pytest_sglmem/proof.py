@@ -9,6 +9,7 @@ blind. A fault is caught when one test caught it; it survived when it fired some
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -145,6 +146,18 @@ def beside(fault: str) -> tuple[Fault, ...]:
     """The delays that are in force with this fault of the proof, so that it shows for certain."""
     texts = next((candidate.beside for candidate in CANDIDATES if candidate.text == fault), ())
     return tuple(parse(text, origin="the proof") for text in texts)
+
+
+def tried(key: str) -> list[str]:
+    """The faults of the proof that `key` may mean: a point, a `point=action` or a whole fault, of any last rank."""
+    texts = dict.fromkeys([*FORCED.values(), *(candidate.text for candidate in CANDIDATES)])
+    return [text.format(last="LAST") for text in texts if _means(key, text)]
+
+
+def _means(key: str, text: str) -> bool:
+    fault = parse(text.format(last=0), origin="the proof")
+    whole = re.escape(text).replace(re.escape("{last}"), "[0-9]+")
+    return key in (fault.point, f"{fault.point}={fault.action}") or re.fullmatch(whole, key) is not None
 
 
 def exemption(clean: Clean, fault: Fault) -> str | None:

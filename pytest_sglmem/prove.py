@@ -24,13 +24,13 @@ import threading
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import pytest
 
 from . import proof
-from .faults import POINTS, Fault, FaultError, parse, watch
+from .faults import Fault, watch
+from .markers import exemptions, place
 from .options import Settings
 from .proof import HEALED, Clean, Failure, Run
 
@@ -82,12 +82,6 @@ class Proof:
 
     # The clean run
 
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """A `survives` marker that cannot be is an error before any test runs."""
-        for item in items:
-            exemptions(item)
-
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> None:
         """See what each phase came to: of the clean run whether it passed, of a proof run how it failed."""
         failed = call.excinfo is not None
@@ -116,7 +110,7 @@ class Proof:
             size=size,
             device=str(world.get("device", "")),
             seconds=self._seconds[item.nodeid],
-            exempt=exemptions(item),
+            exempt=exemptions(item.iter_markers("survives"), place(item)),
         )
 
     # The proof
@@ -277,27 +271,6 @@ def reached(state: Observed, watched: Sequence[str]) -> dict[str, int]:
         if max(counts, default=0):
             found[text.partition("=")[0]] = max(counts)
     return found
-
-
-def exemptions(item: pytest.Item) -> Mapping[str, str]:
-    """Fault -> reason, of a test's `survives` markers; "" stands for every fault. Raises pytest.UsageError."""
-    found: dict[str, str] = {}
-    for mark in item.iter_markers("survives"):
-        path, line, name = item.location
-        where = f"marker of {name} at {path}:{(line or 0) + 1}"
-        reason = mark.kwargs.get("reason")
-        if set(mark.kwargs) != {"reason"} or not isinstance(reason, str) or not reason.strip():
-            raise pytest.UsageError(
-                f"survives ({where}): should be faults and a reason, survives(FAULT, ..., reason='...')"
-            )
-        for text in mark.args or ("",):
-            if text and text not in POINTS:
-                try:
-                    parse(text, origin=where)
-                except FaultError as error:
-                    raise pytest.UsageError(str(error)) from None
-            found.setdefault(text, reason)
-    return MappingProxyType(found)
 
 
 def _can_be_proven(item: pytest.Item) -> bool:

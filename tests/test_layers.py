@@ -36,7 +36,8 @@ RUNG = {module: rung for rung, modules in LADDER.items() for module in modules}
 # importer: what it may import of its own rung.
 SIDEWAYS = {
     "plugin": {"prove", "options", "markers", "collector", "live_bytes"},
-    "prove": {"proof", "options"},
+    "prove": {"proof", "options", "markers"},
+    "markers": {"proof"},
     "world": {"stacks"},
     "report": {"html", "summary"},
     "html": {"charts", "summary"},

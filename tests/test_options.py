@@ -32,6 +32,15 @@ def quiet_project(pytester):
         (["--sglmem-artifacts", " "], "--sglmem-artifacts on the command line is ' ', should be not empty"),
         (["--sglmem-baseline", "absent.json"], "--sglmem-baseline on the command line is 'absent.json', not a report"),
         (["--sglmem-inject", "ipc.exprot=skip"], "ipc.export"),
+        (
+            ["--sglmem-prove-limit", "3"],
+            "--sglmem-prove-limit on the command line has no effect without",
+        ),
+        (
+            ["--sglmem-baseline-tolerance", "2%"],
+            "--sglmem-baseline-tolerance on the command line has no effect without --sglmem-baseline",
+        ),
+        (["--sglmem-prove", "--sglmem-inject", "step=retain"], "would strike the clean run too"),
     ],
 )
 def test_a_wrong_value_is_refused_before_any_test(pytester, args, says):
@@ -52,6 +61,11 @@ def test_the_ini_speaks_and_the_option_wins(pytester):
     pytester.makeini("[pytest]\nsglmem_world = 3\nsglmem_seed = 7\n")
     pytester.runpytest().stdout.fnmatch_lines(["sglmem: world 3, *seed 7*"])
     pytester.runpytest("--sglmem-world", "5").stdout.fnmatch_lines(["sglmem: world 5, *seed 7*"])
+
+
+def test_an_ini_file_may_have_ready_what_only_another_option_uses(pytester):
+    pytester.makeini("[pytest]\nsglmem_prove_limit = 3\nsglmem_baseline_tolerance = 2%\n")
+    assert pytester.runpytest().ret == pytest.ExitCode.OK
 
 
 @pytest.mark.parametrize("value", ["1", "8"])
@@ -101,6 +115,22 @@ def test_the_faults_are_listed_without_running_anything(pytester):
         ("world(backend=3)", "world(backend=3)"),
         ("inject()", "should be one or more faults"),
         ("inject('step=fly')", "step"),
+        ("survives", "survives (marker of test_it at test_marked.py:3): should be faults and a reason"),
+        ("survives('ipc.open=retain')", "should be faults and a reason"),
+        ("survives('ipc.open=retain', reason=' ')", "should be faults and a reason"),
+        ("survives(reason='x', since=3)", "should be faults and a reason"),
+        (
+            "survives('typo=skip', reason='x')",
+            "test_it at test_marked.py:3: fault 'typo=skip': unknown point",
+        ),
+        ("survives('ipc.opn=retain', reason='x')", "did you mean ipc.open"),
+        ("survives(3, reason='x')", "fault 3: is not of the form"),
+        ("survives('clock.time', reason='x')", "--sglmem-prove never tries this; it tries nothing at clock.time"),
+        (
+            "survives('gc.enable=hang', reason='x')",
+            "survives('gc.enable=hang') (marker of test_it at test_marked.py:3): --sglmem-prove never tries this; "
+            "of gc.enable it tries gc.enable=skip",
+        ),
     ],
 )
 def test_a_marker_that_cannot_be_is_refused_before_any_test(pytester, marker, says):

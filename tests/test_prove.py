@@ -28,6 +28,7 @@ from pytest_sglmem.proof import (
     plan,
     repeat_command,
     table,
+    tried,
     unproven,
 )
 
@@ -83,6 +84,12 @@ class TestPlan:
         assert {one.point for one in late} == {"step", "ipc.open", "ipc.release", "cuda.synchronize"}
         assert {(one.action, one.ranks) for one in late} == {("delay", (0,))}
         assert beside("ipc.open=retain") == ()
+
+    def test_what_an_exemption_may_name(self):
+        assert tried("gc.enable") == tried("gc.enable=skip") == ["gc.enable=skip"]
+        assert tried("step=kill") == tried("step@rank=7,nth=2=kill") == ["step@rank=LAST,nth=2=kill"]
+        assert tried("step") == ["step=retain", "step@rank=pytest=keep-live", "step@rank=LAST,nth=2=kill"]
+        assert tried("clock.time") == tried("step@rank=1=kill") == tried("ipc.open=hang") == []
 
     @pytest.mark.parametrize("key", ["ipc.open@nth=1=retain", "ipc.open=retain", "ipc.open", ""])
     def test_exemptions_from_the_exact_to_all(self, key):
@@ -379,22 +386,6 @@ class TestSmallSuites:
         )
         assert result.ret == 1
         assert any(line.startswith("NOT HEALED: (no fault: healed)") for line in result.outlines)
-
-    @pytest.mark.parametrize(
-        ("marker", "says"),
-        [
-            ("survives", "should be faults and a reason"),
-            ("survives('ipc.open=retain')", "should be faults and a reason"),
-            ("survives('ipc.open=retain', reason=' ')", "should be faults and a reason"),
-            ("survives('ipc.opn=retain', reason='x')", "did you mean ipc.open"),
-            ("survives(reason='x', since=3)", "should be faults and a reason"),
-        ],
-    )
-    def test_a_marker_that_cannot_be(self, pytester, marker, says):
-        result = self.prove(pytester, f"import pytest\n\n@pytest.mark.{marker}\ndef test_it(gc_tracked): pass\n")
-        assert result.ret == pytest.ExitCode.USAGE_ERROR
-        assert says in result.stderr.str()
-        assert "marker of test_it at test_it.py:3" in result.stderr.str()
 
     def test_warnings_of_struck_runs_are_not_shown(self, pytester):
         result = self.prove(

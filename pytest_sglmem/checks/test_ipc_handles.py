@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 CAP = 4
 CYCLES = 4
+FEWEST = 3  # of what is flat; where it is not, CYCLES tell
 SCALE = 512
 SHARES = (1, 2, 3, 4, 5)  # of a query: a request of five sizes, one more than the cap
 
@@ -138,7 +139,7 @@ def lost_in(verdict: Verdict, world: World) -> None:
 def test_a_handle_a_peer_is_flat(world, live_bytes):
     """Every handle is opened once and given back once; outputs are those of torch's own all-to-all."""
     over = geometries(world.size, scale=SCALE)
-    ours = world.trace(handle_a_peer, over)
+    ours = world.trace(handle_a_peer, over, cycles=(FEWEST, CYCLES))
     flat_as_it_is(live_bytes.assert_flat(ours, tolerance=0))
     live_bytes.assert_same_outputs(ours, world.trace(the_groups_own, over, cycles=1, warmup=0))
 
@@ -169,7 +170,8 @@ def test_with_one_request_above_the_cap_it_leaks_slowly(world, live_bytes):
 def test_a_handle_a_peer_is_flat_above_the_cap_too(world, live_bytes):
     """The same request, every eviction a release by all ranks together."""
     one = geometries(world.size, scale=SCALE, count=1)
-    verdict = live_bytes.assert_flat(world.trace(handle_a_peer, one, args=(SHARES,)), tolerance=0)
+    trace = world.trace(handle_a_peer, one, cycles=(FEWEST, CYCLES), args=(SHARES,))
+    verdict = live_bytes.assert_flat(trace, tolerance=0)
     flat_as_it_is(verdict)
     assert verdict.ipc.exports > len(SHARES) * (world.size - 1)  # buffers were evicted and made anew
 
@@ -177,6 +179,6 @@ def test_a_handle_a_peer_is_flat_above_the_cap_too(world, live_bytes):
 def test_attention_in_groups_is_flat_and_the_same(world, live_bytes):
     """The pool grows to the largest call, and head groups change no bit of the result."""
     over = geometries(world.size, scale=SCALE, count=5)
-    grouped = world.trace(attention, over, args=(True,))
+    grouped = world.trace(attention, over, cycles=(FEWEST, CYCLES), args=(True,))
     flat_as_it_is(live_bytes.assert_flat(grouped, tolerance=0))
     live_bytes.assert_same_outputs(grouped, world.trace(attention, over, cycles=1, warmup=0, args=(False,)))
