@@ -1,8 +1,10 @@
 """How ranks come to be: a fork server that has torch imported and its heap frozen, and the processes it makes.
 
-The server is a program of its own, started once a session on first use. It never touches CUDA, has one thread, and
-does four things: fork a rank, pass on a signal (and kill what did not heed it in time), reap a rank (with everything
-the rank itself started), and, when pytest is gone however it went, kill all ranks, remove the session's folder and end.
+The server is a program of its own, started once a session on first use. It never touches CUDA, has one thread once it
+forks, and does four things: fork a rank, pass on a signal (and kill what did not heed it in time), reap a rank (with
+everything the rank itself started), and, when pytest is gone however it went, kill all ranks, remove the session's
+folder and end. In a worker of xdist it does so as well when the controller is gone, which the worker itself would heed
+seconds later, and interrupts the worker.
 The parent side (`Launcher`, `RankProcess`) knows nothing of calls and answers: that is `world.py`; what runs in a rank
 is `rank.py`.
 
@@ -31,9 +33,10 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
@@ -55,7 +58,9 @@ PRELOAD = (
     "pytest_sglmem.tracing",
     "pytest_sglmem.ipc",
     "pytest_sglmem.strikes",
+    "pytest_sglmem.autograd",
     "pytest_sglmem.holders",
+    "pytest_sglmem.links",
 )
 SERVER_LIMIT = 120.0  # seconds for the server's imports: 3 s on a warm disk, a minute on a cold network one
 FORK_LIMIT = 60.0  # seconds for one fork: 5 ms where memory is there
@@ -63,7 +68,7 @@ KILL_LIMIT = 5.0  # seconds that a killed process may take: a driver that does n
 PART = 1 << 16  # bytes read at once: more, and every small answer costs a mapping of fresh memory
 MESSAGE = 1 << 16  # bytes of one message to or from the server; specs travel in files
 SERVER = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[3]); import pytest_sglmem.launch as l; l.serve(*sys.argv[1:])"
+    "import json, sys; sys.path[:] = json.loads(sys.argv[4]); import pytest_sglmem.launch as l; l.serve(*sys.argv[1:])"
 )
 
 
@@ -315,10 +320,10 @@ class Launcher:
     """The session's fork server, seen from pytest. Starting it returns at once; the first fork waits for its imports.
 
     It serves any number of worlds one after another or side by side. A forked copy of pytest (`--forked`) must not use
-    the parent's: ask `mine()`.
+    the parent's: ask `mine()`. `controller`: the process that this one works for (xdist's), and without which it ends.
     """
 
-    def __init__(self, *, preload: Sequence[str] = PRELOAD) -> None:
+    def __init__(self, *, preload: Sequence[str] = PRELOAD, controller: int | None = None) -> None:
         self.owner = os.getpid()
         self.folder = Path(tempfile.mkdtemp(prefix="sglmem-"))
         self._worlds = 0
@@ -331,9 +336,16 @@ class Launcher:
         environ = {k: v for k, v in os.environ.items() if k != "PYTHONWARNINGS"}
         environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does; and a server with one thread forks safely
         environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # an import that asks whether CUDA is there must not start it
+        environ.setdefault(
+            "TORCHINDUCTOR_CACHE_DIR", str(self.folder / "inductor")
+        )  # an import makes it, and leaves it
+        watched = [self.owner] if controller is None else [self.owner, controller]
         with there, open(self.folder / "server.txt", "wb") as errors:
             self._server = subprocess.Popen(
-                [sys.executable, "-c", SERVER, str(there.fileno()), str(self.folder), json.dumps(sys.path), *preload],
+                [
+                    *(sys.executable, "-c", SERVER, str(there.fileno()), str(self.folder)),
+                    *(json.dumps(watched), json.dumps(sys.path), *preload),
+                ],
                 pass_fds=[there.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=errors,
@@ -607,23 +619,41 @@ def visible_gpus() -> int:
 # --------------------------------------------------------------------------------------------------- the server
 
 
-def serve(fd: str, folder: str, path: str, *preload: str) -> None:
+def serve(fd: str, folder: str, watched: str, path: str, *preload: str) -> None:
     """The server's whole life: import, freeze, then fork ranks until pytest is gone."""
     del path  # the program's first line has taken it
     gc.disable()  # nothing of the imports is garbage, and every collection would touch every page
-    for name in preload:
-        try:
-            importlib.import_module(name)
-        except ImportError as error:
-            raise SystemExit(f"a world needs {name}: {error}") from error
-    if "pytest_sglmem.emulated" in preload:
-        from .emulated.collectives import distributed_modules
+    server = _Server(socket.socket(fileno=int(fd)), Path(folder), _Watch(*json.loads(watched)))
+    with server.importing():
+        for name in preload:
+            try:
+                importlib.import_module(name)
+            except ImportError as error:
+                raise SystemExit(f"a world needs {name}: {error}") from error
+        if "pytest_sglmem.emulated" in preload:
+            from .emulated.collectives import distributed_modules
 
-        distributed_modules(len(sys.modules))
+            distributed_modules(len(sys.modules))
     # Ranks share these pages: a collection in a rank neither walks nor copies them. No collection before: it would
     # leave holes in them, which ranks then fill, a copied page for each (6 MB a rank more).
     gc.freeze()
-    _Server(socket.socket(fileno=int(fd)), Path(folder)).run()
+    server.run()
+
+
+class _Watch:
+    """The processes without which the server ends: pytest, its parent, and in a worker of xdist the controller."""
+
+    def __init__(self, parent: int, controller: int | None = None) -> None:
+        self.parent, self.controller = _pidfd(parent), None if controller is None else _pidfd(controller)
+        self.files = [fd for fd in (self.parent, self.controller) if fd is not None]
+
+    def over(self, ready: Iterable[int]) -> bool:
+        """Whether one of them is gone. Pytest is interrupted where its controller is: nobody waits for it any more."""
+        gone = set(ready).intersection(self.files)
+        if self.controller in gone and self.parent is not None:
+            with contextlib.suppress(OSError):
+                signal.pidfd_send_signal(self.parent, signal.SIGINT)
+        return bool(gone)
 
 
 @dataclass
@@ -632,9 +662,34 @@ class _Server:
 
     socket: socket.socket
     folder: Path
+    watch: _Watch
     ranks: set[int] = field(default_factory=set)
     files: list[int] = field(default_factory=list)
     doomed: dict[int, float] = field(default_factory=dict)  # rank's process: when it is killed
+
+    @contextlib.contextmanager
+    def importing(self) -> Iterator[None]:
+        """A thread looks after pytest meanwhile: imports take seconds, and there is no rank yet to fork beside it."""
+        done, told = os.pipe()
+        thread = threading.Thread(target=self._wait_for_the_end, args=(done,), daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            os.write(told, b"1")
+            thread.join()
+            os.close(done)
+            os.close(told)
+
+    def _wait_for_the_end(self, done: int) -> None:
+        poll = select.poll()
+        for fd in (done, *self.watch.files):
+            poll.register(fd, select.POLLIN)
+        poll.register(self.socket, 0)  # its end alone
+        ready = [fd for fd, _ in poll.poll()]
+        if done not in ready:
+            self.watch.over(ready)
+            self._end()
 
     def run(self) -> None:
         wake, woken = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -642,12 +697,9 @@ class _Server:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         poll = select.poll()
-        poll.register(self.socket, select.POLLIN)
-        poll.register(wake, select.POLLIN)
-        parent = _pidfd(os.getppid())
-        if parent is not None:
-            poll.register(parent, select.POLLIN)
-        self.files = [fd for fd in (wake, woken, parent) if fd is not None]
+        for fd in (self.socket.fileno(), wake, *self.watch.files):
+            poll.register(fd, select.POLLIN)
+        self.files = [wake, woken, *self.watch.files]
         self._tell("ready")
         while True:
             ready = {fd for fd, _ in poll.poll(self._pause())}
@@ -656,7 +708,7 @@ class _Server:
                 with contextlib.suppress(BlockingIOError):
                     os.read(wake, 4096)
                 self._reap()
-            if parent in ready or (self.socket.fileno() in ready and not self._obey()):
+            if self.watch.over(ready) or (self.socket.fileno() in ready and not self._obey()):
                 self._end()
 
     def _obey(self) -> bool:
@@ -761,5 +813,9 @@ def _pidfd(pid: int) -> int | None:
     """A file that becomes readable when the process ends; None where the kernel or a sandbox has none."""
     try:
         return os.pidfd_open(pid)
+    except ProcessLookupError:  # gone already: the end of a pipe that nobody writes to is readable too
+        ended, nobody = os.pipe()
+        os.close(nobody)
+        return ended
     except OSError:
         return None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import os
 import re
 import sys
 import warnings
@@ -41,6 +42,7 @@ class SessionState:
 
     def __init__(self, config: pytest.Config) -> None:
         self.settings = options.settings(config)
+        self._controller = os.getppid() if hasattr(config, "workerinput") else None
         self.faults = parse_faults(self.settings.inject, self.settings.origins["inject"])
         self.proof: Proof | None = None
         self._launcher: Launcher | torchrun.Launcher | None = None
@@ -57,7 +59,7 @@ class SessionState:
 
             if self._launcher is not None:
                 self._launcher.close()
-            self._launcher = Launcher()
+            self._launcher = Launcher(controller=self._controller)
         return self._launcher
 
     def join(self) -> torchrun.Launcher:
@@ -265,9 +267,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         _asked(item)
         _faults(item)
-
-
         exemptions(item.iter_markers("survives"), place(item))
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """A fresh record of the test."""

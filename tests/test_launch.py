@@ -56,6 +56,42 @@ def host(then, size=2, **popen):
     return process, [int(pid) for pid in pids], Path(folder)
 
 
+def test_a_server_that_still_imports_goes_with_pytest(tmp_path):
+    (tmp_path / "never.py").write_text("import time; time.sleep(3600)\n")
+    program = f"""
+import sys, time
+sys.path.insert(0, {str(tmp_path)!r})
+from pytest_sglmem.launch import Launcher
+launcher = Launcher(preload=["never"])
+print(launcher._server.pid, launcher.folder, flush=True)
+time.sleep(3600)
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
+        server, folder = process.stdout.readline().split()
+        process.kill()
+    wait_for_ends([int(server)])
+    assert not Path(folder).exists()
+
+
+@pytest.mark.parametrize("gone", ["before", "while ranks run"])
+def test_a_worker_whose_controller_is_gone_is_interrupted_and_its_ranks_go(gone):
+    with subprocess.Popen(["sleep", "3600"]) as controller:
+        if gone == "before":
+            controller.kill()
+            controller.wait()
+        program = HOST.replace("Launcher()", f"Launcher(controller={controller.pid})")
+        if gone == "before":
+            program = program.replace("world = ", "print(launcher.folder, flush=True); world = ")
+        command = [sys.executable, "-c", program.format(size=1, then="world.run(__import__('time').sleep, 3600)")]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as worker:
+            *pids, folder = worker.stdout.readline().split()
+            controller.kill()
+            assert worker.wait(LIMIT) == -signal.SIGINT
+            assert "KeyboardInterrupt" in worker.stderr.read()
+    wait_for_ends(map(int, pids))
+    assert not Path(folder).exists()
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV])
 def test_ranks_server_and_folder_go_with_pytest_however_it_ends(number):
     process, pids, folder = host("world.run(__import__('time').sleep, 3600)")

@@ -144,6 +144,45 @@ def test_a_signal_to_pytest_ends_everything(pytester, run, number):
         assert session.returncode == 2
 
 
+UNDER_XDIST = """
+import os
+import time
+
+def test_hangs(world):
+    pids = world.run(os.getpid)
+    with open("up", "w") as up:
+        print(os.getpid(), *pids, file=up)
+    world.run(time.sleep, 3600)
+"""
+PATIENT = """
+from execnet.gateway_base import WorkerGateway
+
+# 5 seconds after its controller has gone xdist interrupts a worker: here it never does.
+WorkerGateway._terminate_execution = lambda self: self._execpool.trigger_shutdown()
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "to"),
+    [(signal.SIGKILL, "controller"), (signal.SIGKILL, "worker"), (signal.SIGINT, "both")],
+    ids=["controller-killed", "worker-killed", "ctrl-c"],
+)
+def test_a_signal_to_processes_of_xdist_ends_everything(pytester, run, number, to):
+    pytest.importorskip("xdist")
+    pytester.makeconftest(PATIENT)
+    path = pytester.makepyfile(UNDER_XDIST)
+    os.mkfifo(pytester.path / "up")
+    command = [sys.executable, "-m", "pytest", *ARGS, "-n", "1", "--max-worker-restart", "0", str(path)]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command, cwd=pytester.path, start_new_session=True, **quiet) as controller:
+        worker, *ranks = map(int, (pytester.path / "up").read_text().split())
+        if to == "both":
+            os.killpg(controller.pid, number)
+        else:
+            os.kill(worker if to == "worker" else controller.pid, number)
+        wait_for_ends([controller.pid, worker, *ranks])
+
+
 def test_a_test_run_in_a_fork_of_pytest(pytester, run):
     pytester.makeconftest(
         """
