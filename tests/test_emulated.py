@@ -622,6 +622,49 @@ def test_functional_transforms():
     assert torch.func.grad(lambda x: (x * torch.ones(3, 4, device="cuda")).sum())(given).is_cuda
 
 
+class Wrapper(torch.Tensor):
+    """A tensor around another that sees every operator, as quantized and sharded ones are made."""
+
+    @staticmethod
+    def __new__(cls, part):
+        return torch.Tensor._make_wrapper_subclass(
+            cls, part.shape, dtype=part.dtype, device=part.device, requires_grad=part.requires_grad
+        )
+
+    def __init__(self, part):
+        self.part = part
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        args, kwargs = torch.utils._pytree.tree_map_only(cls, lambda one: one.part, (args, kwargs or {}))
+        return torch.utils._pytree.tree_map_only(torch.Tensor, cls, func(*args, **kwargs))
+
+
+def test_a_tensor_around_another_is_where_that_one_is(two_devices):
+    grown = Grown()
+    made = Wrapper(torch.ones(3, device="cuda:1")).requires_grad_()
+    doubled = made * 2
+    assert [one.device.index for one in (made, doubled, doubled.part)] == [1, 1, 1]
+    assert made.is_cuda
+    doubled.sum().backward()
+    assert made.grad.device == torch.device("cuda", 1)
+    assert made.grad.part.tolist() == [2, 2, 2]
+    for target in ("cpu", "cuda:0"):
+        moved = made.detach().to(target)
+        assert moved.device == moved.part.device == torch.device(target)
+    assert made.detach().cpu().part.device.type == "cpu"
+    del moved
+    assert grown.bytes == 0  # all of it is the other device's
+
+
+def test_a_jagged_tensor():
+    parts = [torch.ones(2, device="cuda"), torch.ones(3, device="cuda")]
+    made = torch.nested.nested_tensor(parts, layout=torch.jagged, device="cuda")
+    assert made.is_cuda
+    assert (made * 2).values().is_cuda
+    assert (made * 2).sum().item() == 10
+
+
 def test_copies_and_pickles():
     made = torch.arange(4.0, device="cuda")
     for other in (copy.deepcopy(made), pickle.loads(pickle.dumps(made)), copy.deepcopy(torch.nn.Parameter(made))):

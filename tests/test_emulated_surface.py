@@ -12,17 +12,25 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from torch._subclasses import FakeTensorMode  # noqa: E402
+from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
+from torch.jit._builtins import _get_builtin_table  # noqa: E402
+
 from pytest_sglmem.emulated import current, emulated_cuda, refused, supported  # noqa: E402
 
 MIB = 1 << 20
-CLASSES = (torch.Tensor, torch.UntypedStorage, torch.TypedStorage, threading.Thread, torch.autocast)
+CLASSES = (
+    *(torch.Tensor, torch.UntypedStorage, torch.TypedStorage, threading.Thread, torch.autocast),
+    *(torch._C.ScriptFunction, torch._C.ScriptMethod, FakeTensorMode),
+)
 
 
 def everything():
     """Each attribute of each loaded torch module and of the classes that are patched."""
     modules = [module for name, module in sys.modules.items() if name.split(".")[0] == "torch" and module is not None]
     owners = [*modules, torch._C, torch._C._nn, *CLASSES]
-    return {(id(owner), name): value for owner in owners for name, value in list(vars(owner).items())}
+    found = {(id(owner), name): value for owner in owners for name, value in list(vars(owner).items())}
+    return found | {("torch.jit", str(key)): name for key, name in _get_builtin_table().items()}
 
 
 def test_exit_puts_everything_back():
@@ -179,6 +187,102 @@ def test_compiled_code_runs_as_it_is_written():
         assert out.is_cuda
         assert out.tolist() == [3, 3, 3]
         assert torch.cuda.memory_allocated() == 512
+
+
+# -- code for another machine: scripts, graphs, fakes ----------------------------------------------------------------
+
+
+def plain(x: torch.Tensor, where: torch.device) -> torch.Tensor:
+    return torch.softmax(x, 0).to(where) + torch.arange(3, device=where) + x.new_zeros(3)
+
+
+def anywhere(x: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(3, device=x.device)
+
+
+def on_cuda(n: int) -> torch.Tensor:
+    return torch.empty(n, device="cuda").fill_(1)
+
+
+class Layer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.layer_norm(self.linear(x), (3,)) + torch.ones(3)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch calls torch.jit old
+def test_scripted_code_for_the_cpu_is_left_alone(tmp_path):
+    given, host = torch.ones(2, 3), torch.device("cpu")
+    layer = Layer()
+    expected = layer(given)
+    with emulated_cuda():
+        assert torch.equal(torch.jit.script(plain)(given[0], host), plain(given[0], host))
+        assert torch.equal(torch.jit.script(layer)(given), expected)
+        assert torch.equal(torch.jit.trace(layer, (given,))(given), expected)
+        torch.jit.script(layer).save(tmp_path / "layer.pt")
+        assert torch.equal(torch.jit.load(tmp_path / "layer.pt")(given), expected)
+        assert torch.jit.script(on_cuda).name == "on_cuda"  # to compile needs no device
+    assert torch.equal(torch.jit.script(plain)(given[0], host), plain(given[0], host))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: torch.jit.script(anywhere)(torch.ones(3, device="cuda")), "a call of 'anywhere' on CUDA"),
+        (lambda: torch.jit.script(plain)(torch.ones(3), torch.device("cuda")), "a call of 'plain' on CUDA"),
+        (lambda: torch.jit.script(on_cuda)(3), "aten.empty.memory_format on CUDA"),
+        (lambda: torch.jit.script(Layer()).cuda()(torch.ones(3, device="cuda")), "a call of 'forward' on CUDA"),
+        (lambda: torch.jit.script(Layer()).cuda()(torch.ones(3)), "on CUDA in code of torch.jit"),
+        (lambda: torch.jit.trace(anywhere, torch.ones(3, device="cuda")), "torch.jit.trace on CUDA"),
+        (lambda: torch.jit.load("nowhere", map_location="cuda"), "torch.jit.load"),
+    ],
+)
+def test_scripted_code_never_takes_an_emulated_tensor_for_the_cpus(call, said):
+    with emulated_cuda(), pytest.raises(NotImplementedError, match=said):
+        call()
+
+
+def test_fake_tensors_are_torchs_own_and_count_nothing():
+    with emulated_cuda():
+        given = torch.ones(3, device="cuda")
+        base = torch.cuda.memory_allocated()
+        with FakeTensorMode() as mode:
+            made = torch.empty(1 << 40, device="cuda") * 2
+            faked = mode.from_tensor(given) + 1
+        assert (made.device, faked.device) == (torch.device("cuda", 0),) * 2
+        assert torch.cuda.memory_allocated() == base
+
+
+def test_a_graph_made_of_fakes_says_cuda_and_one_of_real_tensors_is_refused():
+    def doubled(x):
+        return x * 2 + torch.ones(3, device="cuda")
+
+    with emulated_cuda():
+        given = torch.ones(3, device="cuda")
+        graph = make_fx(doubled, tracing_mode="fake")(given)
+        assert "device(type='cuda'" in graph.code
+        assert graph(given).is_cuda
+        with pytest.raises(NotImplementedError, match=r"make_fx.* of aten::ones on a CUDA device"):
+            make_fx(doubled)(given)
+
+
+def test_a_gradient_of_a_fake_is_refused_where_cpp_would_end_the_process():
+    with emulated_cuda():
+        linear = torch.nn.Linear(3, 3).cuda()
+        given = torch.ones(2, 3, device="cuda")
+        with pytest.raises(NotImplementedError, match=r"a fake tensor \(torch.export, make_fx\)"):
+            make_fx(linear, tracing_mode="fake")(given.requires_grad_())
+        with FakeTensorMode() as mode:
+            assert mode.from_tensor(torch.ones(2, requires_grad=True)).requires_grad
+
+
+def test_what_asks_cpp_for_a_device_is_refused_by_name():
+    with emulated_cuda(), pytest.raises(NotImplementedError, match="aten::_nested_tensor_from_tensor_list"):
+        torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], device="cuda")
 
 
 # -- deaths, finalizers, threads ---------------------------------------------------------------------------------------

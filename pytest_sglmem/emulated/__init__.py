@@ -21,7 +21,7 @@ import torch
 import torch.multiprocessing
 from torch.utils._device import _device_constructors as device_constructors
 
-from . import autocast, collectives, compiled, driver, parallel, sharing, standins, streams, surface, tensors
+from . import autocast, collectives, compiled, driver, parallel, scripted, sharing, standins, streams, surface, tensors
 from .dispatch import Accounting, Plan
 from .memory import CPU, Memory
 from .patches import Patches
@@ -162,6 +162,7 @@ def emulated_cuda(devices: int = 1, *, memory: int = 80 * 2**30) -> Iterator[Emu
 def _install(patches: Patches, emulation: Emulation) -> None:
     if hasattr(torch._C, "_ensureCUDADeviceGuardSet"):  # a CUDA build on a machine without a GPU: its guards do nothing
         torch._C._ensureCUDADeviceGuardSet()
+    known = scripted.known_builtins()
     device_constructors()  # remembers the factories as they are: they are replaced below
     sharing.raise_file_limit()
     patches.set(torch.cuda, _MARK, emulation)
@@ -169,11 +170,13 @@ def _install(patches: Patches, emulation: Emulation) -> None:
     driver.install(patches, emulation)
     standins.install(patches, emulation)
     parallel.install(patches)
-    compiled.install(patches)
+    compiled.install(patches, emulation)
+    scripted.install(patches, emulation)
     autocast.install(patches, emulation)
     tensors.install(patches, emulation)
     sharing.install(patches, emulation)
     collectives.install(patches, emulation)
+    scripted.tell_compiler(patches, known)
     _install_threads(patches, emulation)
 
 

@@ -20,7 +20,7 @@ from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
 from .composites import Composites
-from .memory import CPU, Memory, Owned, parts_of, storage_of
+from .memory import CPU, PLAIN, Memory, Owned, parts_of, storage_of
 from .threads import PerThread
 
 if TYPE_CHECKING:
@@ -158,7 +158,9 @@ class Accounting(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run `func` on the CPU, and place what is new."""
-        if types and any(kind.__torch_dispatch__ is not _PLAIN for kind in types):
+        if _active_mode(_FAKE) is not None:
+            return func(*args, **(kwargs or {}))
+        if types and any(kind.__torch_dispatch__ is not PLAIN for kind in types):
             return NotImplemented
         plan = self._plans.get(func)
         if plan is None:
@@ -173,7 +175,12 @@ class Accounting(TorchDispatchMode):
             return func(*args)
         if plan.collective is not None:
             return self._emulation.collectives.run(plan.collective, func, args, kwargs or {})
-        return self._run(plan, func, args, kwargs or {})
+        try:
+            return self._run(plan, func, args, kwargs or {})
+        except RuntimeError as error:
+            if _NO_CUDA.search(str(error)):
+                raise NotImplementedError(f"{plan.name} is not emulated: it asks C++ for a CUDA device") from error
+            raise
 
     def _run(self, plan: Plan, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         here = self._common(plan, args, kwargs)
@@ -181,6 +188,11 @@ class Accounting(TorchDispatchMode):
         if "device" in kwargs:
             device = kwargs["device"]
             if device is not None and device.type == "cuda":
+                if _active_mode(_PROXY) is not None:
+                    raise NotImplementedError(
+                        f"make_fx(tracing_mode='real') of {plan.name} on a CUDA device is not emulated: "
+                        "the graph would say cpu; tracing_mode='fake' does it"
+                    )
                 asked = self._emulation.index(device)
                 kwargs = {**kwargs, "device": _CPU_DEVICE}
             elif device is not None and device.type != "cpu":
@@ -398,5 +410,9 @@ def _flat(values: Any) -> Iterator[torch.Tensor]:
 
 _LISTS = (list, tuple)
 _Tensor = torch.Tensor
-_PLAIN = torch._C._disabled_torch_dispatch_impl
+# What C++ says where a device that is only emulated is asked of it: a build without CUDA, one with it and no GPU.
+_NO_CUDA = re.compile("not linked with support for cuda|NVIDIA driver|No CUDA GPUs|CUDA driver|no CUDA-capable device")
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
+_PROXY = torch._C._TorchDispatchModeKey.PROXY
+_active_mode = torch._C._get_dispatch_mode
 _CPU_DEVICE = torch.device("cpu")

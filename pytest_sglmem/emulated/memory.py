@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -94,9 +94,13 @@ class Memory:
 
     def own_foreign(self, storage: torch.UntypedStorage, index: int, foreign: Foreign) -> None:
         """`storage` maps another process's block: on device `index`, counted there by that process and not here."""
+        self.own_elsewhere(storage, index).foreign = foreign
+
+    def own_elsewhere(self, storage: torch.UntypedStorage, index: int) -> Owned:
+        """`storage` is on device `index`, and what it counts there is counted elsewhere (a wrapper: by its parts)."""
         owned = Owned(index, self.devices[index], storage.nbytes())
-        owned.foreign = foreign
         self._watch(storage, owned)
+        return owned
 
     def resized(self, storage: torch.UntypedStorage, owned: Owned, stream: int) -> None:
         """The storage may have changed its size in place: if so a new block, then the old one goes, as on hardware."""
@@ -230,11 +234,14 @@ class Memory:
     # -- of tensors ------------------------------------------------------------------------------------------------
 
     def find(self, tensor: torch.Tensor) -> Owned | None:
-        """Where a tensor lives; None for one that is not emulated."""
+        """Where a tensor lives; None for one that is not emulated. A wrapper lives where its first part does."""
         try:
-            return self.where.get(storage_of(tensor)._cdata)
+            owned = self.where.get(storage_of(tensor)._cdata)
         except (NotImplementedError, RuntimeError):
             return next((self.find(part) for part in parts_of(tensor)), None)
+        if owned is None and type(tensor).__torch_dispatch__ is not PLAIN:
+            return next((self.find(part) for part in wrapped_in(tensor)), None)
+        return owned
 
 
 class Locked:
@@ -277,6 +284,15 @@ def parts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return ()
 
 
+def wrapped_in(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors that a wrapper (DTensor and the like) says it is made of."""
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    for name in () if flatten is None else flatten()[0]:
+        part = getattr(tensor, name)
+        if isinstance(part, torch.Tensor):
+            yield part
+
+
 def out_of_memory(allocator: Allocator, error: OutOfDeviceMemory) -> str:
     """The message, in the form of torch's."""
     reserved, allocated = allocator.reserved, allocator.allocated
@@ -298,4 +314,5 @@ def _size(size: int) -> str:
     return f"{size} bytes"
 
 
+PLAIN = torch._C._disabled_torch_dispatch_impl  # the `__torch_dispatch__` of a class that has none of its own
 storage_of = torch._C.TensorBase.untyped_storage  # type: ignore[attr-defined]

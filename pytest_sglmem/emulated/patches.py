@@ -5,7 +5,7 @@ Used for everything the emulated device replaces in torch. It knows nothing of t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
 
@@ -15,6 +15,7 @@ class Patches:
 
     def __init__(self) -> None:
         self._undone: list[tuple[object, str, bool, object]] = []
+        self._put: list[tuple[dict[Any, Any], object]] = []
 
     def set(self, owner: object, name: str, value: object) -> object:
         """Let `owner.name` be `value`. Returns what it was; None where the attribute was not there."""
@@ -25,8 +26,22 @@ class Patches:
         self._undone.append((owner, name, was_there, before))
         return before if was_there else inherited
 
+    def put(self, owner: dict[Any, Any], key: object, value: object) -> None:
+        """Let `owner[key]`, which is not there yet, be `value`."""
+        owner[key] = value
+        self._put.append((owner, key))
+
+    def replaced(self) -> Iterator[tuple[object, object]]:
+        """What is replaced, and by what; the first replaced first."""
+        for owner, name, was_there, before in self._undone:
+            if was_there:
+                yield before, vars(owner)[name]
+
     def undo(self) -> None:
         """Restore everything."""
+        while self._put:
+            entries, key = self._put.pop()
+            del entries[key]
         while self._undone:
             owner, name, was_there, before = self._undone.pop()
             if was_there:

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import factories, storages
-from .memory import CPU, Memory, Owned, storage_of
+from .memory import CPU, PLAIN, Memory, Owned, storage_of
 from .patches import Patches, named
 
 if TYPE_CHECKING:
     from . import Emulation
 
-_PLAIN = torch._C._disabled_torch_dispatch_impl
+WRAPPER_DEVICE = 5  # its place among `_make_wrapper_subclass`'s arguments after the class and the size
 
 
 def install(patches: Patches, emulation: Emulation) -> None:
@@ -38,8 +38,8 @@ class Moves:
 
     def to(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """`Tensor.to` in all its spellings."""
-        if type(tensor).__torch_dispatch__ is not _PLAIN and type(tensor) is not torch.Tensor:
-            return self._to(tensor, *args, **kwargs)
+        if type(tensor).__torch_dispatch__ is not PLAIN:
+            return self._wrapper_to(tensor, *args, **kwargs)
         device, dtype, rest = spelled(args, kwargs)
         target = None if device is None else self._emulation.index_of(device)
         if device is not None and target is None:
@@ -53,6 +53,17 @@ class Moves:
         if tensor.requires_grad and torch.is_grad_enabled():
             return _Moved.apply(tensor, self, target, here, dtype, rest.get("memory_format", torch.preserve_format))
         return self.copy(tensor, target, dtype, **rest)
+
+    def _wrapper_to(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As `to`, of a class that sees operators itself: C++ knows of no move between what it takes for one device."""
+        owned = self._memory.find(tensor)
+        device, dtype, _ = spelled(args, kwargs) if owned is not None else (None, None, None)
+        target = None if device is None else self._emulation.index_of(device)
+        if owned is None or target is None or target == owned.index:
+            return self._to(tensor, *args, **kwargs)
+        where = torch.device("cpu") if target == CPU else self._memory.devices[target]
+        move = torch.ops.aten._to_copy.default
+        return self._emulation.aimed(target, move, tensor, dtype=dtype or tensor.dtype, device=where)
 
     def copy(self, tensor: torch.Tensor, target: int, dtype: torch.dtype, **rest: Any) -> torch.Tensor:
         """A copy on `target`."""
@@ -121,9 +132,10 @@ def _install_tensor(patches: Patches, emulation: Emulation, moves: Moves) -> Non
 
     def owned_by(tensor: torch.Tensor) -> Owned | None:
         try:
-            return where.get(storage_of(tensor)._cdata)
+            owned = where.get(storage_of(tensor)._cdata)
         except (NotImplementedError, RuntimeError):
             return find(tensor)
+        return find(tensor) if owned is None and type(tensor).__torch_dispatch__ is not PLAIN else owned
 
     def device(self: torch.Tensor) -> torch.device:
         owned = owned_by(self)
@@ -217,6 +229,24 @@ def _install_tensor(patches: Patches, emulation: Emulation, moves: Moves) -> Non
         cls, "record_stream", named(lambda self, stream: emulation.record_stream(self, stream), cls.record_stream)
     )
     patches.set(torch, "get_device", lambda tensor: tensor.get_device())
+    real_wrapper = cls._make_wrapper_subclass  # type: ignore[attr-defined]
+
+    def _make_wrapper_subclass(kind: Any, size: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        by_place = len(args) > WRAPPER_DEVICE
+        device = args[WRAPPER_DEVICE] if by_place else kwargs.get("device")
+        index = CPU if device is None else emulation.index_of(device)
+        if index is None or index == CPU:
+            return real_wrapper(kind, size, *args, **kwargs)
+        host = torch.device("cpu")  # of a CUDA device that is not there, autograd's C++ ends the process
+        if by_place:
+            args = (*args[:WRAPPER_DEVICE], host, *args[WRAPPER_DEVICE + 1 :])
+        else:
+            kwargs["device"] = host
+        wrapper = real_wrapper(kind, size, *args, **kwargs)
+        emulation.memory.own_elsewhere(storage_of(wrapper), index)
+        return wrapper
+
+    patches.set(cls, "_make_wrapper_subclass", staticmethod(_make_wrapper_subclass))
     real_parse = torch._C._nn._parse_to
 
     def _parse_to(*args: Any, **kwargs: Any) -> Any:
