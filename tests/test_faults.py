@@ -17,7 +17,9 @@ from pathlib import Path
 from pickle import dumps as dumps_by_name
 
 import pytest
+from fault_table import as_the_table_says  # noqa: F401 (every test here holds its line of the table)
 
+from pytest_sglmem import strikes
 from pytest_sglmem.faults import ACTIONS, POINTS, Fault, FaultError, armed, check_ranks, faults_table, parse, watch
 from pytest_sglmem.records import Trace
 from pytest_sglmem.strikes import exception, flipped
@@ -171,6 +173,20 @@ class TestWhen:
         assert here.reached["pickle.dumps"] == here.reached["pickle.loads"] == here.reached["file.write"] == 1
         assert here.reached["clock.time"] == 1
         assert abs(time.time() - now) < 3600
+
+
+class TestDelay:
+    def test_it_waits_so_many_milliseconds_and_then_calls(self, monkeypatch):
+        waited = []
+        monkeypatch.setattr(strikes, "_sleep", lambda seconds: waited.append((seconds, gc.isenabled())))
+        gc.disable()
+        try:
+            with arm("gc.enable=delay(20)"):
+                gc.enable()
+        finally:
+            was_on = gc.isenabled()
+            gc.enable()
+        assert (waited, was_on) == ([(0.02, False)], True)
 
 
 class TestPickle:
