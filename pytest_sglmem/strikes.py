@@ -666,7 +666,11 @@ def _at_open(gate: Gate, patches: Patches, stack: contextlib.ExitStack) -> None:
 
 
 def _at_release(gate: Gate, patches: Patches, stack: contextlib.ExitStack) -> None:
-    """The count goes back in C++ when an opened storage ends, so what can be struck is the storage's end."""
+    """The count goes back in C++ when an opened storage ends, so what can be struck is the storage's end.
+
+    Up to torch 2.9 the Python object of a storage that torch caches outlives its memory: on a real device the end that
+    is struck there comes after the count went back, which `skip` and `duplicate` do not mind.
+    """
     torch = _torch(gate)
     if torch is None:
         return

@@ -22,7 +22,8 @@ from pytest_sglmem.faults import POINTS, Fault, parse
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "faults.md"
 STRUCK = ROOT / "fixtures" / "faults" / "strikes.json"
-PROOF = ROOT / "fixtures" / "faults" / "proof.json"
+CHECKS = ROOT / "fixtures" / "faults" / "proof-checks.json"
+DOWNSTREAM = ROOT / "fixtures" / "faults" / "proof-downstream.json"
 TESTS = ("tests/test_faults.py", "tests/test_strikes.py")
 RECORDER = "fault-recorder"
 AGAIN = "python tests/fault_table.py --record --write"
@@ -105,10 +106,14 @@ def strikes_table() -> Iterator[str]:
     yield from table(("fault", "caught by"), rows)
 
 
-def proof_table() -> Iterator[str]:
-    """A row for each fault of the proof of the bundled checks."""
-    faults = json.loads(PROOF.read_text(encoding="utf-8"))["faults"]
-    rows = [(code(fault["fault"]), fault["verdict"], names(fault["caught_by"])) for fault in faults]
+def verdicts(proof: Path) -> dict[str, dict]:
+    """Fault -> what a recorded proof says of it."""
+    return {fault["fault"]: fault for fault in json.loads(proof.read_text(encoding="utf-8"))["faults"]}
+
+
+def proof_table(proof: Path) -> Iterator[str]:
+    """A row for each fault of a proof."""
+    rows = [(code(name), said["verdict"], names(said["caught_by"])) for name, said in verdicts(proof).items()]
     yield from table(("fault", "verdict", "by"), rows)
 
 
@@ -134,13 +139,24 @@ where other faults fire in it than stand here.
 
 `--sglmem-prove` over the checks that promise flat memory, 3 ranks, on the emulated device, as `.ci/run` runs it.
 
-{proof}
+{checks}
+
+## The proof of the good downstream suite
+
+The same in `fixtures/downstream/good`, as `tests/test_prove.py` runs it.
+
+{downstream}
 """
 
 
 def page() -> str:
     """The whole page."""
-    return TEXT.format(again=AGAIN, strikes="\n".join(strikes_table()), proof="\n".join(proof_table()))
+    return TEXT.format(
+        again=AGAIN,
+        strikes="\n".join(strikes_table()),
+        checks="\n".join(proof_table(CHECKS)),
+        downstream="\n".join(proof_table(DOWNSTREAM)),
+    )
 
 
 def record() -> int:
