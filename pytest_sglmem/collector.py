@@ -25,6 +25,7 @@ class Collector:
     def __init__(self, config: pytest.Config, settings: Settings) -> None:
         self._settings = settings
         self._writes = not hasattr(config, "workerinput")
+        self._typed_in = config.invocation_params.dir
         self._entries: dict[str, Test] = {}
         self._machine: dict[str, str] = {}
         self._grown: list[str] = []
@@ -44,6 +45,10 @@ class Collector:
             except ValueError as error:
                 raise pytest.UsageError(f"{self._settings.origins['report']}: {error}") from None
 
+    def _typed(self, path: str) -> str:
+        """A path as short as the user would have typed it."""
+        return str(Path(path).relative_to(self._typed_in)) if Path(path).is_relative_to(self._typed_in) else path
+
     def _load_baseline(self) -> Document | None:
         path = self._settings.baseline
         if path is None:
@@ -54,7 +59,7 @@ class Collector:
             return report.load(path)
         except (OSError, ValueError) as error:
             raise pytest.UsageError(
-                f"{self._settings.origins['baseline']} is {path!r}, not a report: {error}"
+                f"{self._settings.origins['baseline']} is {self._typed(path)!r}, not a report: {error}"
             ) from None
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -97,7 +102,7 @@ class Collector:
             try:
                 report.write(document, path)
             except OSError as error:
-                self._unwritten.append(f"the report {path} could not be written: {error}")
+                self._unwritten.append(f"the report {self._typed(path)} could not be written: {error}")
                 if session.exitstatus == pytest.ExitCode.OK:
                     session.exitstatus = pytest.ExitCode.TESTS_FAILED
         summary = os.environ.get("GITHUB_STEP_SUMMARY")

@@ -25,6 +25,7 @@ class Option(NamedTuple):
     default: object = None
     repeatable: bool = False
     shown_default: str | None = None
+    is_path: bool = False
 
     @property
     def flag(self) -> str:
@@ -135,13 +136,20 @@ OPTIONS: tuple[Option, ...] = (
         "write the session's report: .json or .html (repeatable)",
         _ending(".json", ".html"),
         repeatable=True,
+        is_path=True,
     ),
     Option("github-summary", None, "append the summary to $GITHUB_STEP_SUMMARY, where a workflow sets it", _flag),
-    Option("baseline", "FILE", "fail where a settled size or an object count grew since this .json", _ending(".json")),
+    Option(
+        "baseline",
+        "FILE",
+        "fail where a settled size or an object count grew since this .json",
+        _ending(".json"),
+        is_path=True,
+    ),
     Option(
         "baseline-tolerance", "PERCENT", "how much more than the baseline passes", _percent, 0.0, shown_default="0%"
     ),
-    Option("artifacts", "DIR", "where failures leave snapshots, graphs, stacks", _text, ".sglmem"),
+    Option("artifacts", "DIR", "where failures leave snapshots, graphs, stacks", _text, ".sglmem", is_path=True),
 )
 # option -> the one without which it has no effect. On the command line it is a mistake; an ini file may have it ready.
 NEEDS = (("prove-limit", "prove"), ("baseline-tolerance", "baseline"))
@@ -229,10 +237,16 @@ def _value(config: pytest.Config, option: Option) -> tuple[object, str]:
     if given is None:
         given, origin = config.getini(option.dest), f"{option.dest} in {config.inipath or 'the ini file'}"
     if given is None or given == []:
-        return (() if option.repeatable else option.default), "the default"
-    if option.repeatable:
-        return tuple(_parsed(option, text, origin) for text in given), origin
-    return (given if isinstance(given, bool) else _parsed(option, str(given), origin)), origin
+        given, origin = option.default, "the default"
+    if given is None or isinstance(given, (bool, int, float)):
+        return (() if option.repeatable else given), origin
+    texts = given if option.repeatable else [given]
+    values = tuple(_parsed(option, str(text), origin) for text in texts)
+    if option.is_path:
+        # As pytest's own: what is typed counts from where it is typed. A test may leave the working directory.
+        folder = config.invocation_params.dir if "command line" in origin else config.rootpath
+        values = tuple(str(folder / str(value)) for value in values)
+    return (values if option.repeatable else values[0]), origin
 
 
 def _parsed(option: Option, text: str, origin: str) -> object:

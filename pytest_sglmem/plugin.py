@@ -344,6 +344,7 @@ def world(request: pytest.FixtureRequest) -> Iterator[World]:
         state.world_entry = {"size": lent.size, "device": lent.device, "backend": lent.backend}
         state.progress = lent.on_progress = _narrator(item)
         yield lent
+        lent.end_calls()
         for fault, fired in lent.fired().items():
             state.fired[fault] = list(fired)
         _audit(session, state, lent)
@@ -452,7 +453,7 @@ def _needs_torch() -> None:
 
 def _artifacts(settings: options.Settings, node: pytest.Item | pytest.Session) -> Path:
     name = re.sub(r"[^\w.-]+", "-", node.nodeid) if isinstance(node, pytest.Item) else "shared-worlds"
-    return Path(settings.artifacts).absolute() / name
+    return Path(settings.artifacts, name)
 
 
 def _spec(session: SessionState, state: TestState, asked: WorldAsked, size: int | None, item: pytest.Item) -> Spec:

@@ -70,7 +70,7 @@ class Proof:
         self._seconds: dict[str, float] = {}
         self._running = False
         self._failure = Failure()
-        self._relay = Relay(_folder(config, session.settings))
+        self._relay = Relay(_folder(session.settings))
         self._allowed: int | None = None
         self._left_out = 0
         self._artifacts = ""
@@ -144,7 +144,7 @@ class Proof:
         finally:
             self._left_out = total - self._done()  # by the limit, or by whoever interrupts
         if not self._left_out and not self._worker:
-            Journal.remove(_folder(self._config, self._session.settings))
+            Journal.remove(_folder(self._session.settings))
 
     def _done(self) -> int:
         return sum(run.fault != HEALED for run in self.runs)
@@ -247,7 +247,7 @@ class Proof:
             }
             return
         if self._merged and not self._left_out and session.exitstatus != pytest.ExitCode.INTERRUPTED:
-            Journal.remove(_folder(self._config, self._session.settings))
+            Journal.remove(_folder(self._session.settings))
         collector: Collector | None = self._config.pluginmanager.get_plugin("sglmem-collector")
         if collector is not None and self.proved:
             collector.proof = proof.fold(self.runs, left_out=self._left_out)
@@ -298,8 +298,8 @@ def _options(settings: Settings) -> list[str]:
     return [f"--sglmem-{name}={value}" for name, value in chosen.items() if settings.origins[name] != "the default"]
 
 
-def _folder(config: pytest.Config, settings: Settings) -> Path:
-    return Path(config.rootpath, settings.artifacts, "proof")
+def _folder(settings: Settings) -> Path:
+    return Path(settings.artifacts, "proof")
 
 
 def _print(config: pytest.Config, line: str) -> None:
@@ -384,7 +384,7 @@ class Journal:
     @classmethod
     def open(cls, config: pytest.Config, settings: Settings, worker: str) -> Journal:
         """The journal of this process, under the session's artifacts folder."""
-        return cls(_folder(config, settings), worker, _fingerprint(config.rootpath, settings))
+        return cls(_folder(settings), worker, _fingerprint(config.rootpath, settings))
 
     def _read(self, path: Path) -> None:
         # A last line that was cut off by a kill is no run; another fingerprint is another program.

@@ -110,6 +110,11 @@ def test_the_faults_are_listed_without_running_anything(pytester):
         ("world(sizes=[])", "world(sizes=[])"),
         ("world(sizes=[2, 0])", "world(sizes=0)"),
         ("world(size=2, sizes=[2])", "should be one of the two"),
+        (
+            "world(backend='typo')",
+            "(marker of test_it at test_marked.py:3): should be one of gloo, nccl",
+        ),
+        ("world(backend=3)", "world(backend=3) (marker of test_it at test_marked.py:3): should be a name"),
         ("world(scope='class')", "world(scope='class')"),
         ("world(init=1)", "world(init=1)"),
         ("world(backend=3)", "world(backend=3)"),
@@ -139,3 +144,16 @@ def test_a_marker_that_cannot_be_is_refused_before_any_test(pytester, marker, sa
     assert result.ret != pytest.ExitCode.OK
     assert says in result.stderr.str() + result.stdout.str()
     assert "1 passed" not in result.stdout.str().replace("test_nothing", "")
+
+
+def test_paths_are_where_they_are_typed_and_those_of_the_ini_file_in_its_folder(pytester, monkeypatch):
+    pytester.makeini("[pytest]\nsglmem_report = base.json\n")
+    moves = pytester.makepyfile("def test_moves(tmp_path, monkeypatch):\n    __import__('os').chdir(tmp_path)\n")
+    monkeypatch.chdir(pytester.mkdir("below"))
+    pytester.runpytest_subprocess("-p", "no:cacheprovider", str(moves)).assert_outcomes(passed=1)
+    assert (pytester.path / "base.json").exists()
+    pytester.makeini("[pytest]\nsglmem_baseline = base.json\n")
+    compared = pytester.runpytest_subprocess("-p", "no:cacheprovider", str(moves), "--sglmem-report", "typed.json")
+    compared.assert_outcomes(passed=1)
+    assert [path.name for path in pytester.path.rglob("*.json")] == ["base.json", "typed.json"]
+    assert (pytester.path / "below" / "typed.json").exists()
