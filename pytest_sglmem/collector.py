@@ -6,6 +6,7 @@ anything of ours and no file is asked for, `report.py` is not even loaded.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import sys
@@ -87,6 +88,7 @@ class Collector:
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """Compare with the baseline, write the reports."""
+        self._keep_artifacts_out_of_git()
         asked = self._settings.report or self._baseline is not None
         if not self._writes or not (asked or self._something_to_say()):
             return
@@ -109,6 +111,13 @@ class Collector:
         if summary and self._settings.github_summary:
             with Path(summary).open("a", encoding="utf-8") as file:
                 file.write(report.github_summary(document))
+
+    def _keep_artifacts_out_of_git(self) -> None:
+        """As pytest's cache does; a folder that the user named is the user's."""
+        folder = Path(self._settings.artifacts)
+        if self._settings.origins["artifacts"] == "the default" and folder.is_dir() and any(folder.iterdir()):
+            with contextlib.suppress(OSError):
+                (folder / ".gitignore").write_text("# made by pytest-sglmem\n*\n", encoding="utf-8")
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
         """One section, only where there is something to say."""

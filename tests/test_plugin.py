@@ -111,6 +111,7 @@ def test_a_failure_says_line_and_leaves_the_trace(session):
     kept = [path for path in (folder / ".sglmem").rglob("trace.json") if "test_leak" in str(path)]
     assert len(kept) == 1
     assert not list((folder / ".sglmem").rglob("*test_clean*"))
+    assert (folder / ".sglmem" / ".gitignore").read_text().splitlines()[-1] == "*"
 
 
 def test_a_skip_says_why(session):
