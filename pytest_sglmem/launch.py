@@ -62,6 +62,7 @@ PRELOAD = (
     "pytest_sglmem.holders",
     "pytest_sglmem.links",
 )
+BACKENDS = ("gloo", "nccl", "ucc", "mpi", "xccl", "fake")  # torch's own: known, whether or not it is built with them
 SERVER_LIMIT = 120.0  # seconds for the server's imports: 3 s on a warm disk, a minute on a cold network one
 FORK_LIMIT = 60.0  # seconds for one fork: 5 ms where memory is there
 KILL_LIMIT = 5.0  # seconds that a killed process may take: a driver that does not let go must not hang pytest
@@ -105,6 +106,19 @@ class Spec:
             raise ValueError(f"the limit of a call is more than 0 seconds (got timeout={self.timeout!r})")
         if self.device not in ("emulated", "cuda"):
             raise ValueError(f"device is 'emulated' or 'cuda' (got {self.device!r})")
+        if self.backend is not None and (right := wrong_backend(self.backend)):
+            raise ValueError(f"the backend is {right} (got {self.backend!r})")
+
+
+def wrong_backend(asked: str) -> str:
+    """Empty where torch may know this backend, alone or by device ("cpu:gloo,cuda:nccl"); else what would be right."""
+    torch = sys.modules.get("torch.distributed")
+    registered = torch.Backend.backend_list if torch is not None and torch.is_available() else ()
+    for part in asked.split(","):
+        device, _, name = part.rpartition(":")
+        if device not in ("", "cpu", "cuda") or name not in {*BACKENDS, *registered}:
+            return f"one of {', '.join(BACKENDS)}, alone or by device as in 'cpu:gloo,cuda:nccl'"
+    return ""
 
 
 class LaunchError(Exception):

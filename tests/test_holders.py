@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import atexit
+import concurrent.futures
+import contextvars
+import functools
 import gc
+import queue
 import sys
 import threading
 import types
@@ -13,7 +19,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from pytest_sglmem.holders import NOBODY, chains, chains_for_blocks, draw  # noqa: E402
+from pytest_sglmem.holders import NOBODY, Deadline, chains, chains_for_blocks, draw, is_holder, pattern  # noqa: E402
 
 
 @pytest.fixture
@@ -166,6 +172,293 @@ def test_the_autograd_graph(module):
     assert chains_for_blocks([where]) == ("engine.LOSSES -> [0] -> Tensor.grad_fn -> MulBackward0._saved_other",)
 
 
+def test_a_graph_whose_nodes_have_no_lasting_objects(module):
+    """Up to torch 2.11 the object of a node is made when asked for: two may have one `id`, one after another."""
+
+    class Node:
+        def __init__(self, graph):
+            self.graph = graph
+
+    class Mul(Node):
+        next_functions = ()
+        _saved_other = property(lambda self: self.graph.value())
+
+    class Sum(Node):
+        next_functions = property(lambda self: ((Mul(self.graph), 0),))
+
+    class Loss(torch.Tensor):
+        is_leaf = False
+        retains_grad = False
+        grad_fn = property(lambda self: Sum(self.graph))
+
+    where = []
+    module.LOSSES = [torch.zeros(1).as_subclass(Loss) for _ in range(6)]
+    for loss in module.LOSSES:
+        block, loss.graph = torch.zeros(8), torch.futures.Future()
+        where.append(block.untyped_storage().data_ptr())
+        loss.graph.set_result(block)  # kept by C++, as in a graph
+        del block, loss
+    assert [chains_for_blocks([one]) for one in where] == [
+        (f"engine.LOSSES -> [{at}] -> Loss.grad_fn -> Mul._saved_other",) for at in range(6)
+    ]
+
+
+VAR = contextvars.ContextVar("request_block")
+
+
+class Cached:
+    @functools.cached_property
+    def block(self):
+        return torch.zeros(8)
+
+
+class Saves(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, weight, block):
+        ctx.save_for_backward(block)
+        return weight * 2
+
+
+class Keeps(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, weight, block):
+        ctx.cache = {"k": block}
+        return weight * 2
+
+
+class RaisingKey:
+    def __repr__(self):
+        raise RuntimeError("outside of a request")
+
+
+class Proxy:
+    def __init__(self, block):
+        self.block = block
+
+    @property
+    def __class__(self):
+        raise RuntimeError("outside of a request")
+
+
+class PerThread(threading.local):
+    def __init__(self):
+        self.cache = {}
+
+
+def of_a_thread(module, block):
+    module.LOCAL = PerThread()
+    module.LOCAL.cache["k"] = block
+
+
+def of_a_kept_context(module, block):
+    module.CONTEXT = contextvars.Context()
+    module.CONTEXT.run(VAR.set, block)
+
+
+def of_a_task(module, block):
+    async def works():
+        VAR.set([module.__dict__.pop("block")])
+        await asyncio.sleep(100)
+
+    async def starts():
+        module.TASK = asyncio.get_running_loop().create_task(works())
+        await asyncio.sleep(0)
+
+    module.block = block
+    module.LOOP = asyncio.new_event_loop()
+    module.LOOP.run_until_complete(starts())
+
+
+def of_a_coroutine(module, block):
+    async def works(kept):
+        await asyncio.sleep(100)
+        del kept
+
+    async def starts():
+        module.TASK = asyncio.get_running_loop().create_task(works(block))
+        await asyncio.sleep(0)
+
+    module.LOOP = asyncio.new_event_loop()
+    module.LOOP.run_until_complete(starts())
+
+
+def of_a_partial(module, block):
+    module.CALL = functools.partial(print, block)
+
+
+def of_a_cache_key(module, block):
+    module.CACHE = functools.lru_cache(lambda one: None)
+    module.CACHE(block)
+
+
+def of_a_finalizer(module, block):
+    module.OWNER = Engine()
+    weakref.finalize(module.OWNER, id, block).atexit = False
+
+
+def exit_handler(block):
+    """Registered with what it is to be called with."""
+
+
+def of_an_exit_handler(module, block):
+    atexit.register(exit_handler, block)
+
+
+def of_a_queue(module, block):
+    module.QUEUE = queue.Queue()
+    module.QUEUE.put(block)
+
+
+def of_a_simple_queue(module, block):
+    module.QUEUE = queue.SimpleQueue()
+    module.QUEUE.put(block)
+
+
+def of_a_future(module, block):
+    module.FUTURE = concurrent.futures.Future()
+    module.FUTURE.set_result(block)
+
+
+def of_a_default(module, block):
+    def f(one=block):
+        return one
+
+    module.F = f
+
+
+def of_a_hook(module, block):
+    module.MODEL = torch.nn.Linear(1, 1)
+    module.MODEL.register_forward_hook(lambda *_, one=block: None)
+
+
+def of_a_tensor_hook(module, block):
+    module.WEIGHT = torch.ones(8, requires_grad=True)
+    module.WEIGHT.register_hook(functools.partial(lambda one, grad: None, block))
+
+
+def of_a_node_hook(module, block):
+    module.OUT = torch.ones(8, requires_grad=True) * 2
+    module.OUT.grad_fn.register_hook(functools.partial(lambda *_: None, block))
+
+
+def of_an_optimizer(module, block):
+    module.WEIGHT = torch.ones(8, requires_grad=True)
+    module.ADAM = torch.optim.SGD([module.WEIGHT], lr=0.1)
+    module.ADAM.state[module.WEIGHT]["momentum_buffer"] = block
+
+
+def of_a_saved_tensor(module, block):
+    module.OUT = Saves.apply(torch.ones(8, requires_grad=True), block).sum()
+
+
+def of_a_function_context(module, block):
+    module.OUT = Keeps.apply(torch.ones(8, requires_grad=True), block).sum()
+
+
+def of_a_packed_tensor(module, block):
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: {"packed": one}, lambda kept: kept["packed"]):
+        module.OUT = torch.ones(8, requires_grad=True) * block
+
+
+def of_a_saved_tensor_that_changed(module, block):
+    module.OUT = (torch.ones(8, requires_grad=True) * block).sum()
+    block.add_(1)
+
+
+def of_a_leaf_of_a_graph(module, block):
+    module.OUT = (block.requires_grad_() * 2).sum()
+
+
+def of_a_key_that_cannot_be_shown(module, block):
+    module.STORE = {RaisingKey(): block}
+
+
+def of_an_object_that_lies_about_its_class(module, block):
+    module.PROXY = Proxy(block)
+
+
+def of_a_dlpack_capsule(module, block):
+    module.CAPSULE = torch.utils.dlpack.to_dlpack(block)
+
+
+HELD = {
+    of_a_thread: "engine.LOCAL -> (a thread's) .cache -> ['k'] -> Tensor",
+    of_a_kept_context: "engine.CONTEXT -> ContextVar request_block -> Tensor",
+    of_a_task: "ContextVar request_block -> [0] -> Tensor",
+    of_a_coroutine: "in works -> local kept -> Tensor",
+    of_a_partial: "engine.CALL -> .args -> [0] -> Tensor",
+    of_a_cache_key: "engine.CACHE -> cache of of_a_cache_key.<locals>.<lambda> -> [0] -> Tensor",
+    of_a_finalizer: "weakref.finalize -> ._registry -> [",
+    of_an_exit_handler: "that no module and no frame names -> [0] -> Tensor",
+    of_a_queue: "engine.QUEUE -> .queue -> [0] -> Tensor",
+    of_a_simple_queue: "engine.QUEUE -> _queue.SimpleQueue -> [0] -> Tensor",
+    of_a_future: "engine.FUTURE -> ._result -> Tensor",
+    of_a_default: "engine.F -> of_a_default.<locals>.f default -> Tensor",
+    of_a_hook: "engine.MODEL -> ._forward_hooks -> [",
+    of_a_tensor_hook: "engine.WEIGHT -> ._backward_hooks -> [",
+    of_a_node_hook: "] -> .args -> [0] -> Tensor",
+    of_an_optimizer: "engine.ADAM -> .state -> [<Tensor (8,)>] -> ['momentum_buffer'] -> Tensor",
+    of_a_saved_tensor: "engine.OUT -> Tensor.grad_fn -> SavesBackward.saved_tensors",
+    of_a_function_context: "engine.OUT -> Tensor.grad_fn -> KeepsBackward -> .cache -> ['k'] -> Tensor",
+    of_a_packed_tensor: "engine.OUT -> Tensor.grad_fn -> MulBackward0._saved_other",
+    of_a_saved_tensor_that_changed: "engine.OUT -> Tensor.grad_fn -> MulBackward0._saved_other",
+    of_a_leaf_of_a_graph: "engine.OUT -> Tensor.grad_fn -> AccumulateGrad.variable",
+    of_a_key_that_cannot_be_shown: "engine.STORE -> [<RaisingKey>] -> Tensor",
+    of_an_object_that_lies_about_its_class: "engine.PROXY -> .block -> Tensor",
+    of_a_dlpack_capsule: NOBODY,
+}
+
+
+@pytest.fixture
+def leaving_nothing(module):
+    """What a case registered with the interpreter goes with the test."""
+    yield
+    atexit.unregister(exit_handler)
+    task, loop = getattr(module, "TASK", None), getattr(module, "LOOP", None)
+    if task is not None:
+        task.cancel()
+        loop.run_until_complete(asyncio.gather(task, return_exceptions=True))
+    if loop is not None:
+        loop.close()
+
+
+@pytest.mark.usefixtures("leaving_nothing")
+@pytest.mark.parametrize("hold", HELD, ids=lambda hold: hold.__name__)
+def test_kinds_of_holders(module, hold):
+    def held():
+        block = torch.zeros(8)
+        hold(module, block)
+        return block.untyped_storage().data_ptr()
+
+    (chain,) = contextvars.Context().run(chains_for_blocks, [held()])
+    assert HELD[hold] in chain
+    assert is_holder(chain) == (chain != NOBODY)
+
+
+def test_a_context_variable():
+    VAR.set({"k": [torch.zeros(8)]})
+    try:
+        where = address_of(lambda: VAR.get()["k"][0])
+        assert chains_for_blocks([where]) == ("ContextVar request_block -> ['k'] -> [0] -> Tensor",)
+    finally:
+        VAR.set(None)
+
+
+def test_several_holders_of_several_blocks(module):
+    module.LOG, module.STORE = [torch.zeros(8) for _ in range(40)], {"k": [torch.zeros(8) for _ in range(40)]}
+    where = [one.untyped_storage().data_ptr() for one in (*module.LOG, *module.STORE["k"])]
+    found = chains_for_blocks(where)
+    assert sorted(map(pattern, found)) == ["engine.LOG -> [] -> Tensor", "engine.STORE -> [] -> [] -> Tensor"]
+    assert chains_for_blocks(where, limit=1) == found[:1]
+
+
+def test_a_search_that_is_out_of_time_says_so(module):
+    module.STORE = {"k": torch.zeros(8)}
+    where = address_of(lambda: module.STORE["k"])
+    assert chains_for_blocks([where], deadline=Deadline(0)) == ("the search for holders stopped after 0 s",)
+    assert not is_holder("the search for holders stopped after 0 s")
+
+
 def test_what_only_cpp_holds():
     weight = torch.ones(8, requires_grad=True)
     hidden = torch.full((8,), 3.0)
@@ -233,13 +526,14 @@ def test_the_heap_is_frozen_again_when_the_search_fails(module, freezing, monkey
     def fails(*_):
         looked.append(gc.get_freeze_count())
         if len(looked) == 2:
-            raise MemoryError
+            raise MemoryError("no room")
         return [], []
 
     monkeypatch.setattr(holders, "_owners", fails)
     gc.freeze()
-    with pytest.raises(MemoryError):
-        chains_for_blocks([1])
+    (said,) = chains_for_blocks([1])
+    assert said == "the search for holders failed: MemoryError: no room"
+    assert not is_holder(said)
     assert looked[0] > looked[1] == 0
     assert gc.get_freeze_count() > 0
 

@@ -25,7 +25,7 @@ LADDER = {
     3: {"tracing", "judge", "reference"},
     2: {
         *("sources", "digests", "words"),
-        *("objects", "appends", "cancelling", "capture", "pauses", "heap", "roots", "holders"),
+        *("objects", "appends", "cancelling", "capture", "pauses", "heap", "roots", "holders", "links", "autograd"),
         *("ipc", "ledger", "audit", "emulated"),
         *("faults", "strikes"),
     },
@@ -50,6 +50,7 @@ SIDEWAYS = {
     "ipc": {"ledger", "audit"},
     "faults": {"strikes"},  # the one circle: what a fault is, and what carries it out once armed
     "strikes": {"faults", "appends", "emulated", "objects"},
+    "holders": {"links", "autograd"},
     "document": {"records"},
 }
 
