@@ -2,8 +2,9 @@
 
 A fault strikes below the code under test, at the functions which that code cannot avoid: torch's own, pickle's, the
 allocator, files, clocks. A gate stands at each point that is armed: it counts reaches, decides which faults are due,
-and lets every other call through (under 1 us). The harness's own calls pass without being counted: calls made from
-pytest and its plugins, and from this package except reference/ and checks/.
+and lets every other call through (under 1 us; `cuda.alloc` on a real device costs more: see `_allocations`). The
+harness's own calls pass without being counted: calls made from pytest and its plugins, and from this package except
+reference/ and checks/.
 
 A name that a module imported for itself (`from torch.distributed import barrier`) is struck as well, where it is a
 module's global. Not struck: a reference kept in a local, a default argument or an attribute before arming; torch's C++
@@ -114,6 +115,11 @@ class Gate:
         self._numbers = itertools.count(1)
         self._next = min((strike.next(0) for strike in strikes), default=_NEVER)
 
+    @property
+    def spent(self) -> bool:
+        """Whether no strike can be due any more."""
+        return self._next == _NEVER
+
     def reach(self) -> Sequence[Strike]:
         """Count one reach; the strikes that are due at it."""
         number = self.reached = next(self._numbers)
@@ -167,6 +173,7 @@ class Armed:
         self._step = self.gates.get("step")
         self.kept: list[object] = []
         self.pending: list[Callable[[], None]] = []
+        self.between_steps: list[Callable[[], None]] = []
         self.clock_offset = 0.0
 
     def _gate(self, point: str) -> Gate:
@@ -184,6 +191,8 @@ class Armed:
 
     def before_step(self) -> None:
         """The `step` point: the harness calls this before each step of a trace (and each append)."""
+        for call in self.between_steps:
+            call()
         gate = self._step
         if gate is not None and not gate.off and (due := gate.reach()):
             gate.carry_out(due, _nothing, (), {})
@@ -855,11 +864,25 @@ def _at_alloc(gate: Gate, patches: Patches, stack: contextlib.ExitStack) -> None
 
     patches.replace(Memory, "own", own)
     if current() is None and torch.version.cuda is not None:
-        stack.enter_context(_allocations(gate))
+        inner = stack.enter_context(contextlib.ExitStack())
+        mode = inner.enter_context(_allocations(gate))
+        gate.armed.between_steps.append(lambda: _leave_if_spent(gate, mode, inner))
+
+
+def _leave_if_spent(gate: Gate, mode: object, inner: contextlib.ExitStack) -> None:
+    """A mode that has nothing left to do costs nothing more; unless somebody else's has been entered on top of it."""
+    from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+    if gate.spent and _get_current_dispatch_mode() is mode:
+        inner.close()
 
 
 def _allocations(gate: Gate) -> contextlib.AbstractContextManager[object]:
-    """A dispatch mode that sees every operator that makes a device storage, on this thread."""
+    """A dispatch mode that sees every operator that makes a device storage, on this thread.
+
+    It is what torch has: no other way to Python tells of each allocation before it is made, and can be taken back. A
+    mode that does nothing costs an operator about 10 us already (benchmarks/faults.py), so it is left once spent.
+    """
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Allocations(TorchDispatchMode):

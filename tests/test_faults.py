@@ -269,6 +269,61 @@ class TestDeviceMemory:
         assert faults == [{"fault": "step=retain", "fired": [0]}]
 
 
+class TestRealDeviceAllocations:
+    """The dispatch mode of a real device, shown without one: here any tensor counts as the device's."""
+
+    @pytest.fixture(autouse=True)
+    def as_if_there_were_one(self, monkeypatch):
+        torch = pytest.importorskip("torch")
+        monkeypatch.setattr(torch.version, "cuda", "13.0")
+        monkeypatch.setattr(strikes, "_on_device", lambda args, kwargs: True)
+
+    def modes(self):
+        from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+        return _get_current_dispatch_mode()
+
+    def test_it_strikes_the_allocation_that_it_names_and_leaves_when_it_is_spent(self):
+        import torch
+
+        before = self.modes()
+        with arm("cuda.alloc@nth=3=oom") as here:
+            made = torch.zeros(2)
+            made.add_(1)  # makes none
+            made + 1
+            here.before_step()
+            assert self.modes() is not before
+            with pytest.raises(torch.OutOfMemoryError, match=r"injected by cuda.alloc@nth=3=oom"):
+                made * 2
+            assert self.modes() is not before
+            here.before_step()
+            assert self.modes() is before
+            made * 2
+        assert self.modes() is before
+        assert here.fired == {"cuda.alloc@nth=3=oom": 1}
+        assert here.reached == {"cuda.alloc": 3}
+
+    def test_it_stays_under_somebody_elses_mode_and_where_it_may_strike_again(self):
+        import torch
+        from torch.utils._python_dispatch import TorchDispatchMode
+
+        class Other(TorchDispatchMode):
+            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+                return func(*args, **(kwargs or {}))
+
+        before = self.modes()
+        with arm("cuda.alloc@nth=1=delay(0)") as here, Other() as other:
+            torch.zeros(2)
+            here.before_step()
+            assert self.modes() is other
+        with arm("cuda.alloc@every=2=delay(0)") as here:
+            torch.zeros(2)
+            torch.zeros(2)
+            here.before_step()
+            assert self.modes() is not before
+        assert self.modes() is before
+
+
 class TestClock:
     def test_jump_stays_and_ends(self):
         before = time.time()
