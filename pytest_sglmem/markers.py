@@ -73,6 +73,11 @@ def world_asked(mark: pytest.Mark | None, origin: str) -> WorldAsked:
         raise pytest.UsageError(f"world(init={asked['init']!r}) ({origin}): should be True or False")
     if not isinstance(asked.get("backend", ""), str | None):
         raise pytest.UsageError(f"world(backend={asked['backend']!r}) ({origin}): should be a name such as 'gloo'")
+    if asked.get("backend") is not None:
+        from .launch import wrong_backend
+
+        if right := wrong_backend(asked["backend"]):
+            raise pytest.UsageError(f"world(backend={asked['backend']!r}) ({origin}): should be {right}")
     return WorldAsked(**asked)
 
 

@@ -19,6 +19,7 @@ import datetime
 import faulthandler
 import gc
 import importlib
+import inspect
 import io
 import marshal
 import os
@@ -301,7 +302,12 @@ class Rank:
 
     def _run(self, body: bytes) -> object:
         fn, args, kwargs = pickle.loads(body)
-        return fn(*args, **kwargs)
+        result = fn(*args, **kwargs)
+        if not inspect.iscoroutine(result):
+            return result
+        import asyncio
+
+        return asyncio.run(result)
 
     def _trace(self, body: bytes) -> object:
         from .tracing import trace_rank

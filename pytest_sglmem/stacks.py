@@ -23,6 +23,7 @@ _FAR_SIDE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "rank.py")
 _TRACING = os.path.join(os.path.dirname(os.path.abspath(__file__)), "tracing.py")
 _EMULATED = os.path.join(os.path.dirname(os.path.abspath(__file__)), "emulated") + os.sep  # C++ on a real device
 _DISTRIBUTED = f"{os.sep}torch{os.sep}distributed{os.sep}"
+_ASYNCIO = f"{os.sep}asyncio{os.sep}"
 _WRAPPERS = frozenset(("wrapper", "inner", "noted", "gated", "carry_out", "_fn", "decorate_context"))
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
 _PROGRAM = '  File "<string>", line 1'
@@ -61,16 +62,20 @@ class Where:
     def place(self) -> str:
         """In a word: "wanders_off (file.py:41)"."""
         if not self.lines:
-            tracing = any(file == _TRACING for file, _, _ in self.frames)
-            return (
-                "a quiet point of the trace"
-                if tracing
-                else "the harness, answering"
-                if self.frames
-                else "no Python code"
-            )
+            return self._of_nobody()
         place, _, name = self.lines[0].rpartition(" in ")
         return f"{name} ({place})"
+
+    def _of_nobody(self) -> str:
+        """The place where no line on the stack is the test's."""
+        if any(file == _TRACING for file, _, _ in self.frames):
+            return "a quiet point of the trace"
+        if any(_ASYNCIO in file for file, _, _ in self.frames):
+            return "an event loop that waits"
+        if not self.frames:
+            return "no Python code"
+        file, _, name = self.frames[0]
+        return "native code" if (file, name) == (_FAR_SIDE, "_run") else "the harness, answering"
 
 
 class Look:

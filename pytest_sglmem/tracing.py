@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import inspect
 import pickle
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,6 +22,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
+from types import CoroutineType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
@@ -47,6 +49,7 @@ _ROLL_CALL = timedelta(seconds=1)  # for those who wait to say so, once one of t
 _perf_counter, _monotonic = time.perf_counter, time.monotonic
 _dumps, _loads = pickle.dumps, pickle.loads  # as they are before any fault is armed
 _SITES, _BLOCKS = 5, 64  # growing sites that are explained, and blocks of each that are looked at
+_SNAPSHOT = 30.0  # seconds for the files that a leak leaves: torch's snapshot of very many blocks
 _COLLECTIONS = 3  # a collection can free what keeps the next garbage alive; more than three is a program of its own
 
 
@@ -271,9 +274,7 @@ def trace_rank(
     hands = hands or Hands.take()
     with ExitStack() as stack:
         stack.enter_context(Recording())
-        step = setup(*args)
-        if not callable(step):
-            raise TypeError(f"setup must return the step, a callable of one geometry; {setup!r} returned {step!r}")
+        step = _checked_step(setup, setup(*args))
         if meeting is None:
             meeting = Meeting(group)  # after setup: it may be the one that makes the process group
             stack.callback(meeting.close)
@@ -282,6 +283,14 @@ def trace_rank(
         run = Run(step, geometries, rank, meeting, hands, ledger, before_step, progress)
         run.cycles(least, most, warmup)
         return run.finish(warmup, artifacts)
+
+
+def _checked_step(setup: object, step: Any) -> Callable[[Any], object]:
+    if not callable(step):
+        raise TypeError(f"setup must return the step, a callable of one geometry; {setup!r} returned {step!r}")
+    if inspect.isgeneratorfunction(step) or inspect.isasyncgenfunction(step):
+        raise TypeError(f"the step {step!r} is a generator function: calling it runs nothing of it")
+    return step  # type: ignore[no-any-return]
 
 
 def trace(
@@ -421,7 +430,11 @@ class Run(Generic[G]):
     def _guarded_step(self, geometry: G) -> object:
         if self._before_step is not None:
             self._before_step()
-        return self._step(geometry)
+        result = self._step(geometry)
+        if isinstance(result, CoroutineType):
+            result.close()
+            raise TypeError(f"the step {self._step!r} is async, and nobody awaits it: call asyncio.run in the step")
+        return result
 
     def _quiet(self) -> None:
         self._hands.synchronize()
@@ -494,7 +507,7 @@ class Run(Generic[G]):
         for number, stack in enumerate(stacks[:_SITES]):
             blocks = self._census.addresses(stack, since=warmup)[:_BLOCKS]
             graph = folder / f"graph-rank{self._rank}.png" if folder is not None and number == 0 else None
-            held = chains_for_blocks(blocks, roots={id(self._step): "step"}, graph_to=graph) if blocks else ()
+            held = chains_for_blocks(blocks, roots=roots, graph_to=graph, deadline=deadline) if blocks else ()
             site = stack[0] if stack else "unknown"
             found[site] = tuple(dict.fromkeys((*found.get(site, ()), *held)))
         return {site: held for site, held in found.items() if held}

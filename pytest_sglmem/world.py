@@ -15,12 +15,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 import io
 import pickle
 import re
 import select
 import signal
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,7 +33,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from . import stacks
 from .launch import KILL_LIMIT, LaunchError, RankProcess, Spec, Unavailable, resolve_device
-from .rank import CallPickler
+from .rank import CallPickler, find_unpicklable
 from .records import Answer, IpcSummary, Progress, RaisedText, Trace
 from .words import ranks as ranks_text
 
@@ -51,6 +53,7 @@ FINISH_LIMIT = 10.0  # seconds to leave the process group and run exit functions
 SEND_LIMIT = 10.0  # seconds for an idle rank to take a call in
 STALL_LOOK = 1.0  # seconds between two looks whether ranks wait for what cannot come
 LAST_LINES = 10  # lines of a dead rank's output that its failure quotes; the report section has all
+ENDED = "the test had ended"
 PEER_FAILED = f"{__package__}.tracing.PeerFailed"
 LIVE_EVERY = 0.1  # seconds between two looks at what ranks printed, under -s
 
@@ -164,6 +167,8 @@ class World:
         self._pickling = _Pickling()
         self.on_progress: Callable[[Progress], None] | None = None
 
+        self.on_trace: Callable[[Trace], Trace] | None = None
+        self._turn = threading.RLock()  # of the thread that talks to the ranks
     def __reduce__(self) -> tuple[object, ...]:
         raise TypeError("a World stays in the test; in a rank, torch.distributed.get_world_size() is its size")
 
@@ -209,8 +214,11 @@ class World:
     def run(self, fn: Callable[..., T], *args: object, timeout: float | None = None, **kwargs: object) -> list[T]:
         """Call `fn(*args, **kwargs)` once in every rank; one result a rank, in order.
 
-        `timeout`: seconds until a rank without an answer counts as silent (default: `--sglmem-timeout`). Functions,
-        closures and classes of test files cross by value; results come back pickled, tensors on the CPU. Raises
+        `timeout`: seconds until a rank without an answer counts as silent (default: `--sglmem-timeout`). An async `fn`
+        is run to its end there. Functions, closures and classes of test files cross by value, with the globals that
+        they use: each call has a fresh copy of these, so what one call appends to a list of the test module the next
+        does not see, nor does the test. What shall stay in a rank is kept in a module that ranks import, or made in
+        this call. Results come back pickled, tensors on the CPU. Calls of several threads take turns. Raises
         RankRaised, RankDied, RankSilent, or an ExceptionGroup of them; a rank's skip, xfail or fail is this call's.
         """
         __tracebackhide__ = True
@@ -254,13 +262,14 @@ class World:
         __tracebackhide__ = True
         geometries = _checked_trace(setup, over, cycles, warmup, args)
         options = {"cycles": cycles, "warmup": warmup, "progress": self.on_progress is not None}
-        ranks = self._sound(range(self.size) if self._spec.init else self._alive())
-        body = self._pickling.dumps((setup, args, geometries, options), setup)
-        extent = (cycles, cycles) if isinstance(cycles, int) else cycles
-        self._tracing = {"steps": len(geometries), "warmup": warmup, "cycles": extent}
-        done = self._call(ranks, "trace", (body,), f"trace of {_name(setup)}", timeout)
-        self._raise_for(done)
-        return Trace(
+        with self._turn:
+            ranks = self._sound(range(self.size) if self._spec.init else self._alive())
+            body = self._pickling.dumps((setup, args, geometries, options), setup, _given(args, {"over": geometries}))
+            extent = (cycles, cycles) if isinstance(cycles, int) else cycles
+            self._tracing = {"steps": len(geometries), "warmup": warmup, "cycles": extent}
+            done = self._call(ranks, "trace", (body,), f"trace of {_name(setup)}", timeout)
+            self._raise_for(done)
+        trace = Trace(
             ranks=tuple(self._value(done.answers[rank]) for rank in ranks),  # type: ignore[misc]
             geometries=tuple(map(_short, geometries)),
             warmup=warmup,
@@ -271,6 +280,7 @@ class World:
         )
 
     def arm(self, faults: Sequence[Fault]) -> None:
+        return trace if self.on_trace is None else self.on_trace(trace)
         """Put faults in force in every rank, until `disarm`."""
         self._ask("arm", tuple(faults))
         self._armed.append(tuple(faults))
@@ -304,6 +314,11 @@ class World:
         """Make the world sound for the next test: a new process group, and new ranks in place of a broken world's."""
         __tracebackhide__ = True
         if self.broken or not self._launcher.mine():
+        __tracebackhide__ = True
+        with self._turn:
+            self._renew()
+
+    def _renew(self) -> None:
             self._restart()
             return
         self._groups += 1
@@ -320,19 +335,43 @@ class World:
             self._restart()
 
     def close(self) -> None:
-        """End the ranks. Bounded. Raises RankDied where a rank that should end well does not."""
+        """End the ranks. Bounded. Raises RankDied where a rank that should end well does not, RankError where a thread
+        of the test is still in a call.
+        """
         __tracebackhide__ = True
         if self._outputs is not None:
             return
-        trouble = None if self.broken else self._finish()
-        self._put_away(self._processes)
-        self._outputs = [self._output(rank) for rank in range(self.size)]
-        self._why_broken = self._why_broken or "closed"
-        self._launcher.forget(self._processes.values())
+        trouble = self._interrupted()
+        with self._turn:
+            if not self.broken:
+                trouble = self._finish()
+            self._put_away(self._processes)
+            self._outputs = [self._output(rank) for rank in range(self.size)]
+            self._why_broken = self._why_broken or "closed"
+            self._launcher.forget(self._processes.values())
         if trouble is not None:
             raise trouble
 
     # --------------------------------------------------------------------------------------------- calls
+
+    def end_calls(self) -> None:
+        """The test is over: have a call end that another thread of it is in. Raises RankError where there is one."""
+        __tracebackhide__ = True
+        trouble = self._interrupted()
+        if trouble is not None:
+            raise trouble
+
+    def _interrupted(self) -> RankError | None:
+        """Where another thread is in a call: its ranks are killed. Returns what is to be said of that, once."""
+        if self._why_broken == ENDED:
+            return None
+        if self._turn.acquire(blocking=False):
+            self._turn.release()
+            return None
+        self._why_broken = ENDED
+        for process in self._processes.values():
+            process.signal(signal.SIGKILL)
+        return RankError("the test ended while a thread of it was in a call into the ranks: join it first")
 
     def _run(
         self,
@@ -345,16 +384,18 @@ class World:
         __tracebackhide__ = True
         if not callable(fn):
             raise TypeError(f"a world runs a callable (got {fn!r})")
-        chosen = self._sound(ranks)
-        body = self._pickling.dumps((fn, args, kwargs), fn)
-        done = self._call(chosen, "run", (body,), _name(fn), timeout)
-        self._raise_for(done)
+        with self._turn:
+            chosen = self._sound(ranks)
+            body = self._pickling.dumps((fn, args, kwargs), fn, _given(args, kwargs))
+            done = self._call(chosen, "run", (body,), _name(fn), timeout)
+            self._raise_for(done)
         return [self._value(done.answers[rank]) for rank in chosen]  # type: ignore[misc]
 
     def _ask(self, kind: str, *body: object) -> dict[int, object]:
         """Ask the ranks that still run something of the harness's own."""
-        done = self._call(self._alive(), kind, body, kind, None)
-        self._raise_for(done)
+        with self._turn:
+            done = self._call(self._alive(), kind, body, kind, None)
+            self._raise_for(done)
         return {rank: self._value(answer) for rank, answer in done.answers.items()}
 
     def _call(
@@ -634,7 +675,8 @@ class World:
         self._abandon("replaced", quick=True)
         fresh = World.start(self._launcher, self._spec)
         old = self._processes
-        self.__dict__.update({**fresh.__dict__, "on_progress": self.on_progress})
+        kept = {"on_progress": self.on_progress, "on_trace": self.on_trace, "_turn": self._turn}
+        self.__dict__.update({**fresh.__dict__, **kept})
         self._launcher.forget(old.values())
 
     def _start_limit(self) -> float:
@@ -813,8 +855,11 @@ class _Pickling:
         self._newest: tuple[object, ...] = ()
         self._rewritten: dict[str, ModuleType] = {}
 
-    def dumps(self, call: tuple[object, ...], fn: object) -> bytes:
-        """The call, pickled once for all ranks, the test's modules by value. Raises TypeError where it cannot cross."""
+    def dumps(self, call: tuple[object, ...], fn: object, given: dict[str, object]) -> bytes:
+        """The call, pickled once for all ranks, the test's modules by value. Raises TypeError where it cannot cross,
+        which names what of `given` (or of what `fn` uses) cannot.
+        """
+        __tracebackhide__ = True
         import cloudpickle
 
         try:
@@ -823,7 +868,8 @@ class _Pickling:
                 CallPickler(buffer).dump(call)
                 return buffer.getvalue()
         except Exception as error:
-            raise TypeError(f"{_name(fn)} cannot be sent to the ranks: {error}") from error
+            where = "".join(f"{where} is a {kind}: " for where, kind in _culprits({**given, **_used(fn)}))
+            raise TypeError(f"{_name(fn)} cannot be sent to the ranks: {where}{error}") from None
 
     @contextlib.contextmanager
     def _by_value(self, fn: object, cloudpickle: ModuleType) -> Iterator[None]:
@@ -868,6 +914,32 @@ def _pickled_filters() -> bytes:
     import cloudpickle
 
     sendable = []
+def _given(args: Sequence[object], kwargs: dict[str, object]) -> dict[str, object]:
+    """What a call passes on, by the name that an error gives it."""
+    return {**{f"argument {at}": arg for at, arg in enumerate(args)}, **{f"{key}=": arg for key, arg in kwargs.items()}}
+
+
+def _used(fn: object) -> dict[str, object]:
+    """The variables around a function that it uses."""
+    try:
+        around = inspect.getclosurevars(fn)  # type: ignore[arg-type]
+    except (TypeError, ValueError):  # no function of Python's; a variable that has no value yet
+        return {}
+    return {f"its {name!r}": value for name, value in {**around.globals, **around.nonlocals}.items()}
+
+
+def _culprits(values: dict[str, object]) -> list[tuple[str, str]]:
+    """Where the first thing is that cannot be pickled, and its type's name; empty where everything can."""
+    import cloudpickle
+
+    for name, value in values.items():
+        try:
+            cloudpickle.dumps(value)
+        except Exception:
+            return [find_unpicklable(value, name)]
+    return []
+
+
     for one in warnings.filters:
         with contextlib.suppress(Exception):
             cloudpickle.dumps(one)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import functools
@@ -7,6 +8,7 @@ import os
 import select
 import signal
 import sys
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -15,7 +17,7 @@ import pytest
 
 from pytest_sglmem import stacks
 from pytest_sglmem.faults import parse
-from pytest_sglmem.launch import Spec, Unavailable
+from pytest_sglmem.launch import BACKENDS, Spec, Unavailable
 from pytest_sglmem.records import Answer
 from pytest_sglmem.world import RankDied, RankError, RankRaised, RankSilent, World
 
@@ -243,6 +245,7 @@ def test_the_cause_of_an_exception_is_shown(start):
         (lambda: (n for n in range(3)), "the result is a generator"),
         (lambda: {"a": [1, (n for n in range(3))]}, r"result\['a'\]\[1\] is a generator"),
         (lambda: Point(__import__("threading").Lock()), r"result\.x is a lock"),
+        (lambda: [answers()], r"result\[0\] is a coroutine .*never awaited: call asyncio.run in the rank"),
     ],
 )
 def test_a_result_that_cannot_cross_says_what_and_where(start, make, words):
@@ -250,13 +253,43 @@ def test_a_result_that_cannot_cross_says_what_and_where(start, make, words):
         start(2).run(make)
 
 
-def test_an_async_function_never_ran_and_does_not_pass(start):
-    async def body():
-        raise AssertionError
+async def answers(number=0):
+    await asyncio.sleep(0)
+    return number + rank()
 
+
+def test_an_async_function_runs_to_its_end(start):
+    async def fails():
+        await asyncio.sleep(0)
+        assert rank() == 2
+
+    world = start(2)
+    assert world.run(answers, 4) == [4, 5]
+    assert world.run(lambda: answers(number=6)) == [6, 7]
+    with pytest.raises(
+        RankRaised, match=r"rank 0 of 2 raised AssertionError: assert 0 == 2\nin fails \("
+    ):
+        world.run_on(0, fails)
+
+
+def test_an_async_function_that_hangs_waits_in_its_event_loop(start):
     world = start(1)
-    with pytest.raises(RankRaised, match=r"coroutine.*never awaited"):
-        world.run(body)
+    with pytest.raises(RankSilent, match=r"in sleep\nrank 0 is in an event loop that waits"):
+        world.run(asyncio.sleep, 3600, timeout=0.5)
+
+
+def yields(number):
+    yield number
+
+
+@pytest.mark.parametrize(
+    ("step", "words"),
+    [(answers, "is async"), (lambda n: answers(n), "is async"), (yields, "is a generator function")],
+    ids=["async", "gives-a-coroutine", "generator"],
+)
+def test_a_step_of_which_nothing_would_run_does_not_pass(start, step, words):
+    with pytest.raises(RankRaised, match=f"TypeError: the step .* {words}"):
+        start(1).trace(lambda: step, [1])
 
 
 def test_a_function_that_cannot_be_sent_is_said_before_anything_is(start):
@@ -264,6 +297,12 @@ def test_a_function_that_cannot_be_sent_is_said_before_anything_is(start):
     world = start(1)
     with pytest.raises(TypeError, match=r"<lambda> .* cannot be sent to the ranks: .*lock"):
         world.run(lambda: lock)
+    with pytest.raises(TypeError, match=r"^<lambda> \(.*\) cannot be sent to the ranks: its 'lock' is a lock: "):
+        world.run(lambda: lock)
+    with pytest.raises(TypeError, match=r"^rank .* cannot be sent to the ranks: argument 1\['a'\] is a lock: "):
+        world.run(rank, 1, {"a": lock})
+    with pytest.raises(TypeError, match=r"^rank .* cannot be sent to the ranks: key= is a lock: "):
+        world.run(rank, key=lock)
     assert world.run(rank) == [0]
 
 
@@ -411,6 +450,42 @@ def test_exit_functions_of_the_code_under_test_run(start, tmp_path):
     assert path.read_text() == "yes"
 
 
+# ----------------------------------------------------------------------------------- threads of the test
+
+
+def test_calls_of_threads_take_turns_and_each_gets_its_own_answers(start):
+    world, got = start(2), {}
+
+    def call(number):
+        got[number] = world.run(lambda: (number, rank()))
+
+    threads = [threading.Thread(target=call, args=(number,)) for number in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert got == {number: [(number, 0), (number, 1)] for number in range(16)}
+
+
+def test_a_call_that_a_thread_is_still_in_ends_with_the_test(start, tmp_path):
+    os.mkfifo(tmp_path / "up")
+    world, raised = start(1), []
+
+    def call():
+        try:
+            world.run(lambda: (tmp_path / "up").write_text("up") and time.sleep(3600))
+        except RankDied as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    assert (tmp_path / "up").read_text() == "up"
+    with pytest.raises(RankError, match="the test ended while a thread of it was in a call into the ranks: join it"):
+        world.close()
+    thread.join()
+    assert [error.exit_code for error in raised] == [-signal.SIGKILL]
+
+
 # ----------------------------------------------------------------------------------- silent
 
 
@@ -450,6 +525,12 @@ def test_a_limit_of_one_call(start):
     world = start(1)
     with pytest.raises(RankSilent, match=r"within 0.2 s"):
         world.run(__import__("time").sleep, 3600, timeout=0.2)
+    assert world.broken
+
+
+def test_a_function_of_c_that_does_not_return_is_no_line_of_the_tests(start):
+    with pytest.raises(RankSilent, match="rank 0 is in native code"):
+        start(1).run(time.sleep, 3600, timeout=0.5)
 
 
 @pytest.mark.parametrize("timeout", [0, -1])
@@ -749,11 +830,28 @@ def test_a_world_that_came_up_smaller_does_not_pass(start, monkeypatch):
         ({"size": 2.0}, r"size=2\.0"),
         ({"timeout": 0}, "timeout=0"),
         ({"device": "tpu"}, "'tpu'"),
+        ({"backend": "typo"}, "the backend is one of gloo, nccl, .* \\(got 'typo'\\)"),
+        ({"backend": "cpu:gloo,cuda:typo"}, "got 'cpu:gloo,cuda:typo'"),
+        ({"backend": "gpu:nccl"}, "got 'gpu:nccl'"),
+        ({"backend": ""}, "got ''"),
     ],
 )
 def test_a_world_that_cannot_be(spec, words):
     with pytest.raises(ValueError, match=words):
         Spec(**spec)
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, "cpu:gloo,cuda:nccl", "cuda:gloo", None])
+def test_a_world_that_torch_may_have(backend):
+    assert Spec(backend=backend).backend == backend
+
+
+def test_a_backend_that_is_registered_here_is_none_that_cannot_be(start, monkeypatch):
+    import torch.distributed as dist
+
+    monkeypatch.setattr(dist.Backend, "backend_list", [*dist.Backend.backend_list, "ours"])
+    with pytest.raises(Unavailable, match="no backend 'ours'"):
+        start(1, backend="ours")
 
 
 def test_specs_can_be_keys():
