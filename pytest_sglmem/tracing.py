@@ -49,7 +49,6 @@ _ROLL_CALL = timedelta(seconds=1)  # for those who wait to say so, once one of t
 _perf_counter, _monotonic = time.perf_counter, time.monotonic
 _dumps, _loads = pickle.dumps, pickle.loads  # as they are before any fault is armed
 _SITES, _BLOCKS = 5, 64  # growing sites that are explained, and blocks of each that are looked at
-_SNAPSHOT = 30.0  # seconds for the files that a leak leaves: torch's snapshot of very many blocks
 _COLLECTIONS = 3  # a collection can free what keeps the next garbage alive; more than three is a program of its own
 
 
@@ -507,7 +506,7 @@ class Run(Generic[G]):
         for number, stack in enumerate(stacks[:_SITES]):
             blocks = self._census.addresses(stack, since=warmup)[:_BLOCKS]
             graph = folder / f"graph-rank{self._rank}.png" if folder is not None and number == 0 else None
-            held = chains_for_blocks(blocks, roots=roots, graph_to=graph, deadline=deadline) if blocks else ()
+            held = chains_for_blocks(blocks, roots={id(self._step): "step"}, graph_to=graph) if blocks else ()
             site = stack[0] if stack else "unknown"
             found[site] = tuple(dict.fromkeys((*found.get(site, ()), *held)))
         return {site: held for site, held in found.items() if held}

@@ -167,8 +167,6 @@ class World:
         self._pickling = _Pickling()
         self.on_progress: Callable[[Progress], None] | None = None
 
-        self.on_trace: Callable[[Trace], Trace] | None = None
-        self._turn = threading.RLock()  # of the thread that talks to the ranks
     def __reduce__(self) -> tuple[object, ...]:
         raise TypeError("a World stays in the test; in a rank, torch.distributed.get_world_size() is its size")
 
@@ -280,7 +278,6 @@ class World:
         )
 
     def arm(self, faults: Sequence[Fault]) -> None:
-        return trace if self.on_trace is None else self.on_trace(trace)
         """Put faults in force in every rank, until `disarm`."""
         self._ask("arm", tuple(faults))
         self._armed.append(tuple(faults))
@@ -313,12 +310,12 @@ class World:
     def renew(self) -> None:
         """Make the world sound for the next test: a new process group, and new ranks in place of a broken world's."""
         __tracebackhide__ = True
-        if self.broken or not self._launcher.mine():
-        __tracebackhide__ = True
         with self._turn:
             self._renew()
 
     def _renew(self) -> None:
+        __tracebackhide__ = True
+        if self.broken or not self._launcher.mine():
             self._restart()
             return
         self._groups += 1
@@ -352,8 +349,6 @@ class World:
         if trouble is not None:
             raise trouble
 
-    # --------------------------------------------------------------------------------------------- calls
-
     def end_calls(self) -> None:
         """The test is over: have a call end that another thread of it is in. Raises RankError where there is one."""
         __tracebackhide__ = True
@@ -372,6 +367,8 @@ class World:
         for process in self._processes.values():
             process.signal(signal.SIGKILL)
         return RankError("the test ended while a thread of it was in a call into the ranks: join it first")
+
+    # --------------------------------------------------------------------------------------------- calls
 
     def _run(
         self,
@@ -675,8 +672,7 @@ class World:
         self._abandon("replaced", quick=True)
         fresh = World.start(self._launcher, self._spec)
         old = self._processes
-        kept = {"on_progress": self.on_progress, "on_trace": self.on_trace, "_turn": self._turn}
-        self.__dict__.update({**fresh.__dict__, **kept})
+        self.__dict__.update({**fresh.__dict__, "on_progress": self.on_progress})
         self._launcher.forget(old.values())
 
     def _start_limit(self) -> float:
@@ -910,10 +906,6 @@ class _Pickling:
         return self._rewritten
 
 
-def _pickled_filters() -> bytes:
-    import cloudpickle
-
-    sendable = []
 def _given(args: Sequence[object], kwargs: dict[str, object]) -> dict[str, object]:
     """What a call passes on, by the name that an error gives it."""
     return {**{f"argument {at}": arg for at, arg in enumerate(args)}, **{f"{key}=": arg for key, arg in kwargs.items()}}
@@ -940,6 +932,10 @@ def _culprits(values: dict[str, object]) -> list[tuple[str, str]]:
     return []
 
 
+def _pickled_filters() -> bytes:
+    import cloudpickle
+
+    sendable = []
     for one in warnings.filters:
         with contextlib.suppress(Exception):
             cloudpickle.dumps(one)
