@@ -166,6 +166,7 @@ class World:
         self._tracing: dict[str, Any] = {}
         self._pickling = _Pickling()
         self.on_progress: Callable[[Progress], None] | None = None
+        self._turn = threading.RLock()  # of the thread that talks to the ranks
 
     def __reduce__(self) -> tuple[object, ...]:
         raise TypeError("a World stays in the test; in a rank, torch.distributed.get_world_size() is its size")
@@ -672,7 +673,7 @@ class World:
         self._abandon("replaced", quick=True)
         fresh = World.start(self._launcher, self._spec)
         old = self._processes
-        self.__dict__.update({**fresh.__dict__, "on_progress": self.on_progress})
+        self.__dict__.update({**fresh.__dict__, "on_progress": self.on_progress, "_turn": self._turn})
         self._launcher.forget(old.values())
 
     def _start_limit(self) -> float:
