@@ -112,7 +112,7 @@ class Clean:
 @dataclass(frozen=True, slots=True)
 class Failure:
     """A test's failure as the proof sees it. `kinds`: leak, growth, contract, outputs, assertion, injected, died,
-    silent, timeout or crash, several where several ranks differ; empty: it passed.
+    silent, timeout, skipped or crash, several where several ranks differ; empty: it passed.
     """
 
     kinds: frozenset[str] = frozenset()
@@ -178,6 +178,8 @@ def judge_run(fault: Fault, fired: int, failure: Failure, *, forced: bool = Fals
         if forced:
             return "blind", "passes while every step loses memory" if fired else "traces and appends nothing"
         return ("survived", f"fired {fired} times, passed") if fired else ("not triggered", "")
+    if fired and failure.kinds == {"skipped"}:
+        return "survived", f"fired {fired} times, and the test {_first_line(failure.text)}"
     if not (fired or evident or notices & {"died", "silent"}):
         return "error", f"failed although the fault never fired: {_first_line(failure.text)}"
     if notices:
@@ -188,14 +190,17 @@ def judge_run(fault: Fault, fired: int, failure: Failure, *, forced: bool = Fals
 
 
 def failure_of(error: BaseException) -> Failure:
-    """What kind of failure an exception is. Known by name: this file imports none of the modules that raise."""
+    """What kind of failure an exception is; a test that skips itself, or says xfail, is none that a CI would show.
+
+    Known by name: this file imports none of the modules that raise.
+    """
     inner = getattr(error, "exceptions", None)
     if isinstance(inner, tuple):
         parts = [failure_of(one) for one in inner]
         return Failure(frozenset().union(*(part.kinds for part in parts)), "\n".join(part.text for part in parts))
     text = f"{type(error).__name__}: {error}"
     kind = _kind({base.__name__ for base in type(error).__mro__}, error, text)
-    kinds = {kind, "injected"} if "injected by " in text else {kind}
+    kinds = {kind, "injected"} if "injected by " in text and kind != "skipped" else {kind}
     return Failure(frozenset(kinds), text)
 
 
@@ -210,6 +215,8 @@ _BY_NAME = MappingProxyType(
         "RankDied": "died",
         "RankSilent": "silent",
         "AssertionError": "assertion",
+        "Skipped": "skipped",
+        "XFailed": "skipped",
     }
 )
 
@@ -313,7 +320,9 @@ def _holes(runs: Sequence[Run]) -> list[list[Run]]:
 
 
 def _short(nodeid: str) -> str:
-    return nodeid.rpartition("::")[2]
+    """The test's own name; what stands in its brackets may be anything."""
+    where, bracket, parameters = nodeid.partition("[")
+    return where.rpartition("::")[2] + bracket + parameters
 
 
 def to_plain(run: Run) -> dict[str, object]:

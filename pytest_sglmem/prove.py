@@ -22,7 +22,7 @@ import sys
 import tempfile
 import threading
 import warnings
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -82,18 +82,22 @@ class Proof:
 
     # The clean run
 
-    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> None:
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         """See what each phase came to: of the clean run whether it passed, of a proof run how it failed."""
-        failed = call.excinfo is not None
+        report = yield
         if self._running:
             if call.excinfo is not None and not self._failure.kinds:
                 self._failure = proof.failure_of(call.excinfo.value)
-            return
+            return report
         self._seconds[item.nodeid] = self._seconds.get(item.nodeid, 0.0) + call.duration
-        if failed:
+        if call.excinfo is not None or hasattr(report, "wasxfail"):  # one that may fail notices nothing by failing
             self._failed.add(item.nodeid)
         if call.when == "teardown" and item.nodeid not in self._failed and _can_be_proven(item):
             self._cleans[item.nodeid] = (item, self._clean(item))
+        return report
 
     def _clean(self, item: pytest.Item) -> Clean:
         state: Observed = item.stash[self._observed]
@@ -119,9 +123,11 @@ class Proof:
     def pytest_runtestloop(self, session: pytest.Session) -> Generator[None, object, object]:
         """When all tests have run: prove those that passed. A session that stopped early proves nothing."""
         result = yield
-        distributes = self._config.pluginmanager.has_plugin("dsession")
-        if not (distributes or session.config.option.collectonly or session.shouldstop or session.shouldfail):
-            self._prove()
+        distributes, option = self._config.pluginmanager.has_plugin("dsession"), self._config.option
+        only_looks = any(getattr(option, name, False) for name in ("collectonly", "setuponly", "setupplan"))
+        if not (distributes or only_looks or session.shouldstop or session.shouldfail):
+            with _no_debugger(self._config):
+                self._prove()
         return result
 
     def _prove(self) -> None:
@@ -271,6 +277,22 @@ def reached(state: Observed, watched: Sequence[str]) -> dict[str, int]:
         if max(counts, default=0):
             found[text.partition("=")[0]] = max(counts)
     return found
+
+
+@contextlib.contextmanager
+def _no_debugger(config: pytest.Config) -> Iterator[None]:
+    """`--pdb` waits for whoever wants to see a failure; those of the proof are wanted."""
+    manager = config.pluginmanager
+    resting = {name: plugin for name in ("pdbinvoke", "pdbtrace") if (plugin := manager.get_plugin(name)) is not None}
+    for name in resting:
+        manager.unregister(name=name)
+    asked, config.option.usepdb = getattr(config.option, "usepdb", False), False
+    try:
+        yield
+    finally:
+        config.option.usepdb = asked
+        for name, plugin in resting.items():
+            manager.register(plugin, name)
 
 
 def _can_be_proven(item: pytest.Item) -> bool:

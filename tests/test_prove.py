@@ -122,6 +122,8 @@ class TestJudgeRun:
             ("step=raise(KeyError)", 1, failed("crash"), "error"),
             ("cuda.alloc=oom", 0, failed("crash", "injected", text="injected by cuda.alloc=oom"), "caught"),
             ("pickle.dumps=keep-live", 9, failed("growth"), "caught"),
+            ("cuda.alloc=oom", 1, failed("skipped"), "survived"),
+            ("cuda.alloc=oom", 0, failed("skipped"), "error"),
         ],
     )
     def test_by_examples(self, text, fired, failure, result):
@@ -161,6 +163,8 @@ class TestFailureOf:
             (pytest.fail.Exception("CUDA IPC contract broken (--sglmem-ipc-audit error)"), {"contract"}),
             (pytest.fail.Exception("Timeout >1.0s"), {"timeout"}),
             (pytest.fail.Exception("no"), {"assertion"}),
+            (pytest.skip.Exception("no memory: injected by cuda.alloc=oom"), {"skipped"}),
+            (pytest.xfail.Exception("known"), {"skipped"}),
             (ExceptionGroup("several", [RankDied("x"), IndexError("y")]), {"died", "crash"}),
         ],
     )
@@ -222,6 +226,10 @@ class TestFold:
         assert "exempt: gc.enable=skip in a::t1: because" in lines
         assert "2 runs left out" in lines
         assert "TIMEOUT: dist.barrier=skip in t1: slow" in lines
+
+    def test_what_stands_in_brackets_may_be_anything(self):
+        runs = [Run("a.py::TestIt::t[x::y]", "step=retain", "survived")]
+        assert "SURVIVED: step=retain in t[x::y]: " in table(runs)
 
     def test_commands_are_quoted_for_a_shell(self):
         command = repeat_command([Run("a.py::t[x y]", "step=raise(KeyError)", "survived")])
@@ -335,6 +343,40 @@ class TestSmallSuites:
         )
         assert result.ret == 1
         assert outline(result) == ["proof: 0 runs, 0 tests under 0 faults"]
+
+    def test_what_may_fail_or_skips_itself_has_not_noticed(self, pytester):
+        result = self.prove(
+            pytester,
+            """
+            import pickle, pytest
+
+            @pytest.mark.xfail(strict=False)
+            def test_may_fail(gc_tracked):
+                pickle.dumps(1)
+
+            def test_skips_itself(gc_tracked):
+                kept = []
+                try:
+                    gc_tracked.assert_flat(lambda i: kept.append(pickle.dumps([i])), times=10)
+                except pickle.PicklingError as error:
+                    pytest.skip(f"cannot pickle: {error}")
+            """,
+        )
+        assert result.ret == 1
+        assert outline(result)[1] == "proof [3/3] test_it.py::test_skips_itself ..s+"
+        assert any("fired 1 times, and the test Skipped: cannot pickle" in line for line in result.outlines)
+
+    @pytest.mark.parametrize("option", ["--setup-plan", "--setup-only", "--collect-only"])
+    def test_not_where_no_test_is_run(self, pytester, option):
+        result = self.prove(pytester, HISTORY, option)
+        assert result.ret == 0
+        assert outline(result) == []
+
+    def test_no_debugger_at_the_failures_that_are_wanted(self, pytester):
+        result = self.prove(pytester, HISTORY, "--pdb")
+        assert result.ret == 0
+        assert outline(result)[-1] == "proof [3/3] test_it.py::test_keeps_bytes ...+"
+        assert "(Pdb)" not in result.stdout.str()
 
     def test_not_after_stopping_early(self, pytester):
         result = self.prove(pytester, HISTORY + "\n    def test_fails(): assert False\n", "-x")
