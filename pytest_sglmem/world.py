@@ -268,7 +268,7 @@ class World:
             self._tracing = {"steps": len(geometries), "warmup": warmup, "cycles": extent}
             done = self._call(ranks, "trace", (body,), f"trace of {_name(setup)}", timeout)
             self._raise_for(done)
-        trace = Trace(
+        return Trace(
             ranks=tuple(self._value(done.answers[rank]) for rank in ranks),  # type: ignore[misc]
             geometries=tuple(map(_short, geometries)),
             warmup=warmup,
