@@ -1,8 +1,10 @@
 """Runs appends in two windows and takes samples of what they leave: objects, bytes, types, pauses.
 
-What was there before a window is frozen meanwhile, so a sample costs what is new. At the ends of a window everything is
-thawed, collected and counted, so that a cycle from before the window that died in it counts as dead. Between the ends
-samples lie at irregular places, and where memory falls, because a backlog that drains is then at its floor.
+What was there before a window is frozen meanwhile, so a sample costs what is new. Samples lie at irregular places, and
+where memory falls, because a backlog that drains is then at its floor. Where the first window grew, its end is thawed,
+collected and counted, so that a cycle from before that died in it counts as dead; where it did not, all is settled, and
+the second goes on as it stands. In a large heap the costly question is how many of the frozen are still alive: the
+first window asks it where the answer can lower the floor, the second, if it matters, at every sample.
 
 It adds no tracked object: samples go into arrays and dictionaries that were made before the first count. It says what
 was seen; `windows.py` says what that means.
@@ -14,7 +16,7 @@ import inspect
 import sys
 import tracemalloc
 from array import array
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -57,64 +59,118 @@ class Samples:
 class Appends:
     """`times` appends in two windows of `length`. After `run`:
 
-    `windows`: the samples of each; `types`: a count by full name at the three ends; `new`: ids of what the second
-    window left; `pause_before`, `pause_after`: seconds of a full collection; `walked`: objects the last one walked.
+    `windows`: the samples of each; `pause_before`, `pause_after`: seconds of a full collection, the quickest of
+    `passes` or more. Where the first window grew, `new`: ids of what the second left; `walked`: objects that the last
+    collection walked.
     """
 
-    def __init__(self, times: int, clock: Callable[[], float], ignored: Sequence[str] = ()) -> None:
+    def __init__(self, times: int, clock: Callable[[], float], ignored: Sequence[str] = (), *, passes: int = 1) -> None:
         self.length = times // 2
         self.warmup = max(1, times // 10) + times % 2
         self.windows = (Samples(_SAMPLES + _DRAINS + 2), Samples(_SAMPLES + _DRAINS + 2))
-        self.types: tuple[dict[str, int], ...] = ({}, {}, {})
         self.new = array("Q")
         self.pause_before = self.pause_after = 0.0
-        self.walked = self._known = self._own = 0  # objects at the last end; bytes of `types`
+        self.walked = self._own = 0  # `_own`: bytes of what is noted here
+        self._young: tuple[dict[str, int], dict[str, int]] = ({}, {})  # types, frozen ones aside, at the first's ends
+        self._all: tuple[dict[str, int], dict[str, int]] = ({}, {})  # types at the second's ends
         self._ignored = ignored
         self._clock = clock
+        self._passes = passes
         self._places = _places(self.length)
 
     def run(self, call: Append) -> None:
         """Call `call(i)`: the warm-up, then both windows, `i` counting on."""
-        first, second = self.windows
         for i in range(self.warmup):
             call(i)
-        self.pause_before = heap.settle(self._clock)
-        self._end(0, self.warmup, first)
-        self._window(call, self.warmup, first)
-        heap.collect()  # what is new has settled in its window; what is old had settled before the first
-        self._end(1, self.warmup + self.length, first, second)
-        self._window(call, self.warmup + self.length, second)
-        self.pause_after = heap.settle(self._clock)
-        self.walked = heap.walked()
-        self._end(2, self.warmup + 2 * self.length, second)
+        self.pause_before = heap.settle(self._clock, passes=self._passes)
+        known = heap.comparable(self._ignored)
+        self._sample(self.warmup, known, self.windows[0])
+        grew = self._first(call, known)
+        if grew:
+            self._second(call)
+        self.pause_after = heap.settle(self._clock, passes=self._passes)
+        self._sample(self.warmup + 2 * self.length, heap.comparable(self._ignored), self.windows[1])
+        if grew:
+            self.walked = heap.walked()
+            self._note(self._all[1])
 
-    def _end(self, which: int, at: int, *windows: Samples) -> None:
-        self._known = heap.comparable(self._ignored)
+    def _first(self, call: Append, known: int) -> bool:
+        """The first window; where it did not grow, the second one, too. Whether it grew."""
+        begin, middle = self.warmup, self.warmup + self.length
+        with self._set_aside() as aside:
+            aside.begin()
+            self._note(self._young[0])
+            self._window(call, begin, self.windows[0], aside, known)
+            count = known + aside.rise()
+            grew = count > known or bool(self._ignored)  # what is ignored is counted all the same
+            if grew and not aside.disturbed:
+                self._note(self._young[1])
+            if not grew:
+                self._sample(middle, count, *self.windows)
+                self._window(call, middle, self.windows[1], aside, known)
+        return grew
+
+    def _second(self, call: Append) -> None:
+        """The second window, which matters: counted by type, and sampled exactly."""
+        middle = self.warmup + self.length
+        heap.collect()  # what is new has settled in its window; what is old had settled before the first
+        known = heap.comparable(self._ignored)
+        self._sample(middle, known, *self.windows)
+        self._note(self._all[0])
+        with self._set_aside() as aside:
+            aside.begin()
+            old = heap.walked()
+            self._window(call, middle, self.windows[1], aside, known, True)
+            self.new = heap.newest(old)
+
+    def by_type(self) -> dict[str, float]:
+        """What stays an append by full type name, in the lesser of the windows. Empty where the first did not grow."""
+        rises = _less(*self._all)
+        if self._young[1]:  # else what the appends left was frozen by themselves, and cannot be listed
+            young = _less(*self._young)
+            rises = {name: min(rise, young.get(name, 0)) for name, rise in rises.items()}
+        return {name: rise / self.length for name, rise in rises.items() if rise > 0}
+
+    @contextmanager
+    def _set_aside(self) -> Iterator[heap.SetAside]:
+        """`heap.set_aside`, whose own bytes are not the appends'."""
         size = _traced_bytes()
+        with heap.set_aside(self._ignored) as aside:
+            held = _traced_bytes() - size
+            self._own += held
+            yield aside
+        self._own -= held
+
+    def _sample(self, at: int, count: int, *windows: Samples) -> None:
         for window in windows:
-            window.add(at, self._known, size - self._own)
-        self.types[which].update(heap.by_type())
+            window.add(at, count, _traced_bytes() - self._own)
+
+    def _note(self, types: dict[str, int]) -> None:
+        size = _traced_bytes()
+        types.update(heap.by_type())
         self._own += _traced_bytes() - size
 
-    def _window(self, call: Append, begin: int, samples: Samples) -> None:
-        """One window without its ends. A sample counts what is new and what is left of what was set aside."""
-        with heap.set_aside():
-            base = heap.comparable(self._ignored) - self._known
-            old = heap.walked()
-            drains, deepest, before = 0, 2, sys.getallocatedblocks()
-            for done in range(1, self.length):
-                call(begin + done - 1)
-                fell = before - sys.getallocatedblocks()
-                drained = drains < _DRAINS and fell >= deepest * 0.75
-                if drained:
-                    drains, deepest = drains + 1, max(deepest, fell)
-                if drained or done in self._places:
-                    heap.collect()
-                    samples.add(begin + done, heap.comparable(self._ignored) - base, _traced_bytes() - self._own)
-                before = sys.getallocatedblocks()
-            call(begin + self.length - 1)
-            heap.settle()
-            self.new = heap.newest(old)
+    def _window(
+        self, call: Append, begin: int, samples: Samples, aside: heap.SetAside, known: int, ask: bool = False
+    ) -> None:
+        """One window without its ends. `known`: objects when `aside` began. No keywords: see `SetAside.begin`."""
+        drains, deepest, before = 0, 2, sys.getallocatedblocks()
+        for done in range(1, self.length):
+            call(begin + done - 1)
+            fell = before - sys.getallocatedblocks()
+            drained = drains < _DRAINS and fell >= deepest * 0.75
+            if drained or done in self._places:
+                heap.collect()
+                self._sample(begin + done, known + aside.rise(ask or fell > deepest), samples)
+            if drained:
+                drains, deepest = drains + 1, max(deepest, fell)
+            before = sys.getallocatedblocks()
+        call(begin + self.length - 1)
+        heap.settle()
+
+
+def _less(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, int]:
+    return {name: count - before.get(name, 0) for name, count in after.items()}
 
 
 def _traced_bytes() -> int:

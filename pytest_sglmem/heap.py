@@ -12,6 +12,7 @@ It uses what it captured from `gc` at import, so that a fault injected into `gc`
 from __future__ import annotations
 
 import gc
+import struct
 import sys
 import time
 import types
@@ -20,7 +21,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
-from itertools import compress
+from itertools import compress, repeat
+from operator import is_
 
 _collect, _enable, _disable, _objects, _frozen = gc.collect, gc.enable, gc.disable, gc.get_objects, gc.get_freeze_count
 _freeze, unfreeze = gc.freeze, gc.unfreeze
@@ -29,6 +31,9 @@ _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class made by a class statement
 _BARE = 2000  # fewer frozen objects are CPython's own: 3.12 sets immortal ones aside in every collection, whereas
 # gc.freeze() freezes all there is, and that is 5,000 objects in an interpreter that has imported nothing
 _PASSES = 8  # a tuple in a tuple is untracked one pass after its content; deeper nests than this are rare
+_CHUNK = 1024  # objects that are looked at twice while they are in the processor's cache
+_FEW = 30_000  # frozen objects that are asked for every time: 0.1 us each, once they have left the processor's cache
+_POINTER = struct.calcsize("P")
 
 
 def tracked() -> int:
@@ -48,9 +53,15 @@ def newest(old: int) -> array[int]:
 
 def comparable(ignored: Sequence[str] = ()) -> int:
     """What growth compares: `tracked`, attributes and instance as one, without the types that `ignored` fits."""
-    objects = _objects()
-    hidden = sum(n for kind, n in _kinds(objects).items() if matches(full_name(kind), ignored)) if ignored else 0
-    return len(objects) + _frozen() - surplus(objects) - hidden
+    return _comparable(_objects(), ignored) + _frozen()
+
+
+def _comparable(objects: Sequence[object], ignored: Sequence[str]) -> int:
+    if not (ignored or _SEPARATE_ATTRIBUTES):
+        return len(objects)
+    kinds, surplus = _census(objects)
+    hidden = sum(n for kind, n in kinds.items() if matches(full_name(kind), ignored)) if ignored else 0
+    return len(objects) - surplus - hidden
 
 
 def bound_to(owner: object) -> int:
@@ -63,42 +74,38 @@ def by_type() -> dict[str, int]:
 
     Keeps neither objects nor types alive. No interpreter lists frozen objects, so they show no type.
     """
-    objects = _objects()
     counts: dict[str, int] = {}
-    kinds = _kinds(objects)
+    kinds, surplus = _census(_objects())
     for kind, count in kinds.items():
         name = full_name(kind)
         counts[name] = counts.get(name, 0) + count
-    if _SEPARATE_ATTRIBUTES:
-        counts["builtins.dict"] -= surplus(objects, kinds)
+    if surplus:
+        counts["builtins.dict"] -= surplus
     return counts
 
 
-def _kinds(objects: Iterable[object]) -> Counter[type]:
-    return Counter(map(type, objects))
-
-
-def collect() -> None:
-    """A full collection that the application's callbacks and debug flags do not notice."""
+def collect(generation: int = 2) -> None:
+    """A collection, by default a full one, that the application's callbacks and debug flags do not notice."""
     callbacks, debug = gc.callbacks[:], gc.get_debug()
     gc.callbacks.clear()
     gc.set_debug(0)
     try:
-        _collect()
+        _collect(generation)
     finally:
         gc.set_debug(debug)
         gc.callbacks[:] = callbacks
 
 
-def settle(clock: Callable[[], float] = time.perf_counter) -> float:
-    """Collect until the count stays; returns the seconds that the quickest of the passes took."""
-    count, quickest = -1, float("inf")
-    for _ in range(_PASSES):
+def settle(clock: Callable[[], float] = time.perf_counter, *, passes: int = 1) -> float:
+    """Collect until the count stays, at least `passes` times; returns the seconds of the quickest pass."""
+    collect(1)  # what is young goes now, so that mostly the first full pass finds nothing to change
+    count, quickest = len(_objects()), float("inf")
+    for done in range(1, _PASSES + 1):
         begun = clock()
         collect()
         quickest = min(quickest, clock() - begun)
         before, count = count, len(_objects())
-        if count == before:
+        if count == before and done >= passes:
             break
     return quickest
 
@@ -122,23 +129,68 @@ def settings_kept() -> Iterator[None]:
 
 
 @contextmanager
-def set_aside() -> Iterator[None]:
+def set_aside(ignored: Sequence[str] = ()) -> Iterator[SetAside]:
     """Freeze what is there, so that collecting and counting cost what is new; thaw it afterwards.
 
     Does nothing where the application froze its heap (thawing would thaw that too), nor where an interpreter lists
     frozen objects as live, which is seen by its doing so.
     """
+    aside, lived = SetAside(ignored), len(_objects())
     if application_froze():
-        yield
+        yield aside
         return
-    before = tracked()
     _freeze()
     try:
-        if tracked() > before + before // 2:
+        if len(_objects()) > lived // 2:
             unfreeze()
-        yield
+        yield aside
     finally:
         unfreeze()
+
+
+class SetAside:
+    """What there is more than when it was set aside. `disturbed`: whether somebody else has frozen or thawed since.
+
+    Counting needs how many of the frozen are still alive. Asking that walks them all, so it is asked for seldom where
+    they are many: while no answer differs from the one before, the last one stands, and the count is never too low.
+    """
+
+    def __init__(self, ignored: Sequence[str] = ()) -> None:
+        self._ignored = ignored
+        self._mark: list[object] = []
+        self._alive = self._begun = self._listed = 0
+        self._changing = self.disturbed = False
+
+    def begin(self) -> None:
+        """Count from here: not from within `set_aside`, because the entering of a block leaves objects behind."""
+        self._set_mark()
+        self._begun = self._count(True)  # no keyword: before 3.11 such a call makes an object
+        self._changing = True  # until an answer is like the one before
+
+    def rise(self, ask: bool = True) -> int:
+        """How many more. `ask`: whether this must be exact, also where that costs."""
+        return self._count(ask) - self._begun
+
+    def _count(self, ask: bool) -> int:
+        objects = _objects()
+        if self._list(objects) != self._listed:
+            self.disturbed = ask = True
+            if not self._listed & 1:  # frozen here, so it stays frozen: what is counted then stays the same
+                _freeze()
+            self._set_mark()
+            objects = _objects()
+        if ask or self._changing or self._alive < _FEW:
+            before, self._alive = self._alive, _frozen()
+            self._changing = self._alive != before
+        return _comparable(objects, self._ignored) + self._alive
+
+    def _set_mark(self) -> None:
+        self._mark = []  # made after the freezing, as this object was before
+        self._listed = self._list(_objects())
+
+    def _list(self, objects: Sequence[object]) -> int:
+        """Which of the two are live: thawing changes it for this object, freezing for its mark."""
+        return any(map(is_, objects, repeat(self))) + 2 * any(map(is_, objects, repeat(self._mark)))
 
 
 def application_froze() -> bool:
@@ -146,22 +198,50 @@ def application_froze() -> bool:
     return _frozen() >= _BARE
 
 
-def surplus(objects: Sequence[object], kinds: Iterable[type] | None = None) -> int:
-    """How many of `objects` keep their attributes in a tracked dictionary beside them (CPython 3.10; later: 0).
-
-    `kinds`: their types, where the caller knows them.
-    """
+def _census(objects: Sequence[object]) -> tuple[Counter[type], int]:
+    """How many of each type, and how many keep their attributes in a tracked dictionary beside them (CPython 3.10)."""
     if not _SEPARATE_ATTRIBUTES:
-        return 0
-    wanted = {kind for kind in kinds or set(map(type, objects)) if _has_attributes(kind)}
-    instances = compress(objects, map(wanted.__contains__, map(type, objects)))
-    return sum(attribute_dict(item) is not None for item in instances)
+        return Counter(map(type, objects)), 0
+    kinds: Counter[type] = Counter()
+    plain: dict[type, bool] = {}
+    others: dict[type, bool] = {}
+    surplus = 0
+    for start in range(0, len(objects), _CHUNK):
+        chunk = objects[start : start + _CHUNK]
+        here = Counter(map(type, chunk))
+        for kind, count in here.items():
+            if kind not in plain:
+                apart = _has_attributes(kind)
+                plain[kind] = apart and _is_plain(next(item for item in chunk if type(item) is kind))
+                others[kind] = apart and not plain[kind]
+            kinds[kind] += count
+        if any(map(plain.__getitem__, here)):
+            surplus += _tracked_attributes(list(compress(chunk, map(plain.__getitem__, map(type, chunk)))))
+        if any(map(others.__getitem__, here)):
+            instances = compress(chunk, map(others.__getitem__, map(type, chunk)))
+            surplus += sum(attribute_dict(item) is not None for item in instances)
+    return kinds, surplus
+
+
+def _tracked_attributes(instances: list[object]) -> int:
+    """How many of these plain instances have a tracked dictionary: all they refer to but their tracked types."""
+    return list(map(gc.is_tracked, gc.get_referents(*instances))).count(True) - len(instances)
 
 
 def _has_attributes(kind: type) -> bool:
     if not kind.__flags__ & _HEAP_TYPE or not kind.__dictoffset__:
         return False
     return not issubclass(kind, (type, BaseException))  # those keep a dictionary in every version
+
+
+def _is_plain(instance: object) -> bool:
+    """Whether it refers to its type and has room for a dictionary besides: no slots, no items, no parts in C."""
+    kind = type(instance)
+    if kind.__itemsize__ or kind.__dictoffset__ != object.__basicsize__:
+        return False
+    if kind.__basicsize__ > kind.__dictoffset__ + 2 * _POINTER:  # the dictionary and the weak references
+        return False
+    return sum(part is kind for part in gc.get_referents(instance)) == 1
 
 
 def attribute_dict(item: object) -> dict[str, object] | None:

@@ -27,6 +27,7 @@ _REAL_NS = (360, 550)  # ns an object that full collections of real servers were
 _METHOD = "builtins.method"
 _TRACED = 2000  # appends: tracing costs a microsecond an allocation, so beyond them bytes must be asked for
 _TRIES = 8  # appends pinned at one await, to see whether that one leaks
+_PASSES = 2  # full collections, of which the quickest counts, where a pause is compared with another
 _BLOCKS = 10  # timings of each side that assert_no_worse interleaves, so that the machine's moods strike both
 
 
@@ -95,7 +96,7 @@ class GcTracked:
         self._ignored = tuple(ignore_types)
         self._clock = clock
         heap.by_type()  # its first use fills caches of abstract classes, which are objects
-        self._first = FullPause(heap.settle(clock), heap.walked())
+        self._first = FullPause(heap.settle(clock, passes=_PASSES), heap.walked())
 
     def count(self) -> int:
         """Objects in the collector's care now, live plus frozen. Collects nothing."""
@@ -174,8 +175,8 @@ class GcTracked:
         is not in `caplog`.
         """
         _check(times, 0, None)
-        theirs, _ = self._judge(reference, times, 0, None, trace=True)
-        ours, _ = self._judge(candidate, times, 0, None, trace=True)
+        theirs, _ = self._judge(reference, times, 0, None, trace=True, passes=_PASSES)
+        ours, _ = self._judge(candidate, times, 0, None, trace=True, passes=_PASSES)
         seconds = self._seconds(candidate, reference, times)
         worse = list(_worse(ours, theirs, seconds, within))
         growth = dataclasses.replace(ours, verdict="growing" if worse else "flat", note="; ".join(worse))
@@ -189,10 +190,10 @@ class GcTracked:
         return growth
 
     def _judge(
-        self, append: Append, times: int, per_append: float, max_bytes: float | None, trace: bool
+        self, append: Append, times: int, per_append: float, max_bytes: float | None, trace: bool, passes: int = 1
     ) -> tuple[Growth, int]:
         """The growth, and how many objects the last full collection walked. `trace`: count bytes."""
-        run = Appends(times, self._clock, self._ignored)
+        run = Appends(times, self._clock, self._ignored, passes=passes)
         with heap.settings_kept(), log_capture_resting(), traced(trace), Caller(append) as call:
             run.run(call)
             first, second = run.windows
@@ -200,8 +201,7 @@ class GcTracked:
             held_by = roots.growers(run.new, append) if objects.growing else ()
             leaks = self._awaits(append, call) if objects.growing else ""
         sizes = windows.rate(first.bytes(), second.bytes(), max_bytes or 0)
-        changes = {name: min(b - a, c - b) / run.length for name, (a, b, c) in _lined_up(run.types).items()}
-        changes = {name: change for name, change in changes.items() if change > 0}
+        changes = run.by_type()
         growth = Growth(
             "growing" if objects.growing or (max_bytes is not None and sizes.growing) else "flat",
             objects.per_append,

@@ -243,6 +243,101 @@ def test_numbers_that_say_nothing_are_refused(tracked, options, says):
     assert says in str(caught.value)
 
 
+# A large heap: how many of the frozen objects are alive is asked for seldom
+
+
+@pytest.fixture(params=[0, 10**9], ids=["large heap", "small heap"])
+def heap_size(request, monkeypatch):
+    """Both ways to count, whatever the size of this process's heap."""
+    monkeypatch.setattr(heap, "_FEW", request.param)
+    return request.param
+
+
+def counted(monkeypatch):
+    """The answers to how many frozen objects are alive, as they are given."""
+    answers, frozen = [], heap._frozen
+
+    def ask():
+        answers.append(frozen())
+        return answers[-1]
+
+    monkeypatch.setattr(heap, "_frozen", ask)
+    return answers
+
+
+def test_a_flat_run_in_a_large_heap_asks_for_the_frozen_a_few_times_only(tracked, monkeypatch):
+    monkeypatch.setattr(heap, "_FEW", 0)
+    answers = counted(monkeypatch)
+    tracked.assert_flat(lambda i: None, times=1000)
+    assert sum(answer > 2000 for answer in answers) <= 6  # of 64 samples; each costs 20 ms where torch is loaded
+
+
+def test_a_flat_run_makes_few_full_collections(tracked, monkeypatch):
+    made, collect = [], heap._collect
+
+    def counting(generation=2):
+        made.append(len(gc.get_objects()) if generation == 2 else 0)
+        return collect(generation)
+
+    monkeypatch.setattr(heap, "_collect", counting)
+    tracked.assert_flat(lambda i: None, times=1000)
+    assert 2 <= sum(walked > 2000 for walked in made) <= 4  # beside the pauses before and after: where they changed it
+
+
+def test_a_leak_beside_a_ring_that_turns_over_old_objects_is_counted(tracked, heap_size):
+    ring, kept = deque(([i] for i in range(2000)), maxlen=2000), []
+
+    def append(i):
+        ring.append([i])
+        kept.append([i])
+
+    growth = grows(tracked, append, times=600)
+    assert round(growth.objects_per_append, 1) == 1
+    assert round(growth.by_type["list"], 1) == 1
+
+
+def test_a_leak_beside_a_backlog_from_before_is_caught(tracked, heap_size):
+    backlog, kept = [[i] for i in range(50)], []
+
+    def append(i):
+        kept.append([i]) if i % 5 == 0 else None
+        if i == 300:
+            backlog.clear()
+
+    growth = grows(tracked, append, times=1000)
+    assert growth.objects_per_append == pytest.approx(0.1, rel=0.1)  # 100 in the second window, 50 in the first
+    assert [round(rise, -1) for rise in growth.windows] == [50, 100]
+
+
+@pytest.mark.parametrize("size", [500, 700, 900])
+def test_a_ring_that_was_half_full_and_fills_is_flat(tracked, heap_size, size):
+    ring = deque(([i] for i in range(size // 2)), maxlen=size)
+    tracked.assert_flat(lambda i: ring.append([i]), times=600)
+
+
+@pytest.mark.parametrize("action", [gc.freeze, gc.unfreeze])
+@pytest.mark.parametrize("at", [61, 300, 400])  # the first append of a window, in the midst of one, of the other
+def test_appends_that_freeze_or_thaw_are_counted(tracked, heap_size, action, at):
+    kept = []
+
+    def append(i):
+        kept.append([i])
+        if i == at:
+            action()
+
+    before = gc.get_freeze_count()
+    assert round(grows(tracked, append, times=600).objects_per_append, 1) == 1
+    kept.clear()
+
+    def flat(i):
+        if i == at:
+            action()
+
+    tracked.assert_flat(flat, times=600)
+    heap.collect()
+    assert abs(gc.get_freeze_count() - before) < 50
+
+
 # Bytes
 
 
