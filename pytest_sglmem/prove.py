@@ -431,8 +431,8 @@ class Journal:
 
     @staticmethod
     def remove(folder: Path) -> None:
-        """The proof is complete: nothing to go on from."""
-        for path in folder.glob("*.jsonl"):
+        """The proof is complete: nothing to go on from, nothing of those that were killed before it."""
+        for path in (*folder.glob("*.jsonl"), *folder.glob("*.said")):
             path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             folder.rmdir()
