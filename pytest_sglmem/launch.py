@@ -773,7 +773,7 @@ class _Server:
 
     def _become(self, folder: str, rank: int, fd: int) -> None:
         """In the child: let go of all that is the server's, then be a rank. Never returns."""
-        status = 70  # EX_SOFTWARE: a fault of ours, before the rank's own code ran
+        status = os.EX_SOFTWARE  # a fault of ours, before the rank's own code ran
         try:
             from . import rank as far_side
 

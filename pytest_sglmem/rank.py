@@ -16,6 +16,7 @@ import collections
 import contextlib
 import ctypes
 import datetime
+import errno
 import faulthandler
 import gc
 import importlib
@@ -121,6 +122,7 @@ class Rank:
 
     def __init__(self, end: socket.socket, folder: Path, rank: int, spec: Spec, setting: Setting) -> None:
         self.rank = rank
+        self._pid = os.getpid()
         self.spec = spec
         self._setting = setting
         self._folder = folder
@@ -272,7 +274,13 @@ class Rank:
 
     def _send(self, record: object) -> None:
         message = pickle.dumps(record)
-        self._end.sendall(struct.pack("!Q", len(message)) + message)
+        try:
+            self._end.sendall(struct.pack("!Q", len(message)) + message)
+        except OSError as error:
+            if error.errno != errno.EBADF:
+                raise
+            print(f"[sglmem] the code under test has closed rank {self.rank}'s pipe to pytest", file=sys.stderr)
+            os._exit(os.EX_SOFTWARE)
 
     def _answer(self, number: int, call: Callable[..., object], *body: object) -> None:
         """Run one call and send its answer. Only a call that ran to its end and whose result crossed has a value."""
@@ -288,8 +296,21 @@ class Rank:
                 raised = text_of(error, showlocals=self._showlocals)
                 forget(error)
             recorded = tuple(map(_warning_text, given or ()))
+        if os.getpid() != self._pid:
+            self._end_fork(raised)
         _flush()
         self._send((number, self.rank, value, raised, recorded))  # an Answer, field by field: quicker to read
+
+    def _end_fork(self, raised: RaisedText | None) -> NoReturn:
+        """The code under test forked, and this child came back from the call: it must not answer for the rank."""
+        status = "0"
+        if raised is not None and raised.type == "SystemExit":
+            status = raised.message
+        elif raised is not None:
+            status = "1"
+            print(f"a fork of rank {self.rank} raised\n{raised.traceback}", file=sys.stderr)
+        _flush()
+        os._exit(int(status) if status.isdecimal() else int(status not in ("", "None")))
 
     def _settings(self, path: list[str] | None, filters: bytes | None, showlocals: bool) -> None:
         """What changed in pytest's process since the last call: import path, warning filters."""

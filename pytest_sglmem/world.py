@@ -54,6 +54,7 @@ SEND_LIMIT = 10.0  # seconds for an idle rank to take a call in
 STALL_LOOK = 1.0  # seconds between two looks whether ranks wait for what cannot come
 LAST_LINES = 10  # lines of a dead rank's output that its failure quotes; the report section has all
 ENDED = "the test had ended"
+_ADDRESS = re.compile(r"\b0x[0-9a-f]{6,}\b")
 PEER_FAILED = f"{__package__}.tracing.PeerFailed"
 LIVE_EVERY = 0.1  # seconds between two looks at what ranks printed, under -s
 
@@ -569,7 +570,11 @@ class World:
     def _value(self, answer: Answer) -> object:
         if answer.value is None:
             raise RankError(f"rank {answer.rank} answered without a receipt", [answer.rank])
-        return pickle.loads(answer.value)
+        try:
+            return pickle.loads(answer.value)
+        except Exception as error:
+            told = f"the result of rank {answer.rank} cannot be read here: {type(error).__name__}: {error}"
+            raise RankError(told, [answer.rank]) from error
 
     def _welcome(self, current: _Round) -> None:
         """Every rank is up, and its process group is as large as the world was asked to be."""
@@ -661,8 +666,13 @@ class World:
             self._raise_for(done)
         except (RankError, ExceptionGroup) as error:
             return error if isinstance(error, RankError) else error.exceptions[0]
-        if self._still_there(ranks, FINISH_LIMIT):
-            return None
+        left = self._still_there(ranks, FINISH_LIMIT)
+        if left:
+            seen, ledgers = stacks.look(self._processes, left), {rank: self._processes[rank].ledger() for rank in left}
+            head = (
+                f"{ranks_text(tuple(sorted(left)))} of {self.size} did not end within {FINISH_LIMIT:g} s, while ending"
+            )
+            return RankSilent(stacks.silent_message(head, seen, (), ledgers), left)
         bad = {rank: code for rank in ranks if (code := self._processes[rank].exit_code()) not in (0, None)}
         if not bad:
             return None
@@ -740,7 +750,8 @@ def _alike(raised: dict[int, RaisedText]) -> list[tuple[int, ...]]:
     """Ranks grouped by what they raised and where."""
     groups: dict[tuple[str, str, str], list[int]] = {}
     for rank, text in raised.items():
-        groups.setdefault((text.type, text.message, text.place), []).append(rank)
+        message = _ADDRESS.sub("0x...", text.message)  # of an object's repr: every rank has its own
+        groups.setdefault((text.type, message, text.place), []).append(rank)
     return [tuple(ranks) for ranks in groups.values()]
 
 
@@ -865,7 +876,8 @@ class _Pickling:
                 CallPickler(buffer).dump(call)
                 return buffer.getvalue()
         except Exception as error:
-            where = "".join(f"{where} is a {kind}: " for where, kind in _culprits({**given, **_used(fn)}))
+            told = _culprits({**given, **_used(fn)}) if "cannot pickle" in str(error) else ()
+            where = "".join(f"{where} is a {kind}: " for where, kind in told)
             raise TypeError(f"{_name(fn)} cannot be sent to the ranks: {where}{error}") from None
 
     @contextlib.contextmanager

@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import functools
 import os
+import re
 import select
 import signal
 import sys
@@ -266,9 +267,7 @@ def test_an_async_function_runs_to_its_end(start):
     world = start(2)
     assert world.run(answers, 4) == [4, 5]
     assert world.run(lambda: answers(number=6)) == [6, 7]
-    with pytest.raises(
-        RankRaised, match=r"rank 0 of 2 raised AssertionError: assert 0 == 2\nin fails \("
-    ):
+    with pytest.raises(RankRaised, match=r"rank 0 of 2 raised AssertionError: assert 0 == 2\nin fails \("):
         world.run_on(0, fails)
 
 
@@ -450,6 +449,64 @@ def test_exit_functions_of_the_code_under_test_run(start, tmp_path):
     assert path.read_text() == "yes"
 
 
+def test_a_fork_that_comes_back_from_the_call_answers_nothing(start):
+    def forks(end):
+        child = os.fork()
+        if not child:
+            return end()
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    world = start(1)
+    assert world.run(forks, int) == [0]
+    assert world.run(forks, sys.exit) == [0]
+    assert world.run(forks, lambda: sys.exit(3)) == [3]
+    assert world.run(forks, lambda: 1 / 0) == [1]
+    assert "a fork of rank 0 raised" in world.outputs[0]
+    assert "ZeroDivisionError" in world.outputs[0]
+    assert world.run(rank) == [0]
+
+
+def test_a_rank_whose_pipe_the_code_closed_says_so(start):
+    with pytest.raises(RankDied, match="the code under test has closed rank 0's pipe to pytest") as caught:
+        start(1).run(lambda: os.closerange(3, 4096))
+    assert caught.value.exit_code == os.EX_SOFTWARE
+
+
+def test_exceptions_that_differ_in_an_address_alone_are_equal(start):
+    def differ():
+        kept = [object() for _ in range(1 + rank())]
+        raise ValueError(f"<object at {id(kept[-1]):#x}>")
+
+    with pytest.raises(RankRaised, match=r"^ranks 0, 1 of 2 raised ValueError: <object at 0x"):
+        start(2).run(differ)
+
+
+def test_a_result_that_can_only_be_read_in_a_rank_is_named(start):
+    def remove():
+        return os.remove, ("/no/such/file",)
+
+    class Gone:
+        __reduce__ = staticmethod(remove)
+
+    with pytest.raises(RankError, match="the result of rank 0 cannot be read here: FileNotFoundError"):
+        start(1).run(Gone)
+
+
+def test_an_exit_function_that_hangs_is_no_good_end(launcher, monkeypatch):
+    from pytest_sglmem import world as module
+
+    def leave_badly():
+        import atexit
+
+        atexit.register(time.sleep, 3600)
+
+    monkeypatch.setattr(module, "FINISH_LIMIT", 0.5)
+    world = World.start(launcher, Spec(size=1))
+    world.run(leave_badly)
+    with pytest.raises(RankSilent, match=r"rank 0 of 1 did not end within 0\.5 s, while ending"):
+        world.close()
+
+
 # ----------------------------------------------------------------------------------- threads of the test
 
 
@@ -519,6 +576,35 @@ def test_a_rank_that_holds_the_interpreter_lock_has_a_stack_too(start):
 
     with pytest.raises(RankSilent, match=r"is in never_returns \(.*test_world.py:\d+\)"):
         start(1, timeout=0.5).run(never_returns)
+
+
+def traces_on_its_own(wrong):
+    import pytest_sglmem
+
+    def step(n):
+        wrong()
+
+    return pytest_sglmem.trace(step, [1], cycles=2)
+
+
+def test_a_trace_by_the_library_is_within_the_limit_too(start):
+    def waits_alone():
+        import torch.distributed as dist
+
+        if rank() == 0:
+            dist.barrier()
+
+    with pytest.raises(
+        RankSilent, match=r"rank 0 waits in barrier \(.*; rank 1 is in a quiet point of the trace, never"
+    ):
+        start(2, timeout=1.0).run(traces_on_its_own, waits_alone)
+
+
+def test_frames_of_the_harness_between_two_of_the_tests_are_not_shown(start):
+    with pytest.raises(RankRaised, match="ZeroDivisionError") as caught:
+        start(1).run(traces_on_its_own, lambda: 1 / 0)
+    assert "tracing.py" not in str(caught.value)
+    assert re.findall(r"test_world.py:\d+: ?(\w*)", str(caught.value)) == ["", "", "ZeroDivisionError"]
 
 
 def test_a_limit_of_one_call(start):
