@@ -531,7 +531,20 @@ def _users_part(tb: TracebackType | None) -> TracebackType | None:
 
 
 def _as_pytest(error: BaseException, showlocals: bool) -> str:
-    return str(pytest.ExceptionInfo.from_exception(error).getrepr(style="long", showlocals=showlocals))
+    shown = pytest.ExceptionInfo.from_exception(error)
+    return str(shown.getrepr(style="long", showlocals=showlocals, tbfilter=_without_the_harness))
+
+
+def _without_the_harness(shown: pytest.ExceptionInfo[BaseException]) -> Any:
+    """The traceback without the frames of this package between two of the user's."""
+    from .sites import is_plumbing
+
+    own = os.path.dirname(os.path.abspath(__file__))
+    traceback = shown.traceback
+    last = traceback[-1] if traceback else None
+    return traceback.filter(
+        lambda entry: entry is last or not (str(entry.path).startswith(own) and is_plumbing(str(entry.path)))
+    )
 
 
 def _outcome(error: BaseException) -> Any:
