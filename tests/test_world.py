@@ -395,7 +395,7 @@ def test_exit_codes_are_told_and_zero_is_no_success(start, code):
 def test_a_broken_world_says_why_and_its_survivors_still_answer(start):
     world = start(2)
     with pytest.raises(RankDied):
-        world.run(lambda: os._exit(3) if rank() == 0 else None)
+        world.run_on(0, lambda: os._exit(3))
     with pytest.raises(RankDied, match=r"no call can go to rank 0: .*exit code 3"):
         world.run(rank)
     assert world.run_on(1, rank) == [1]
