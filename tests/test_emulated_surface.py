@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
 import sys
 import threading
 import types
@@ -213,7 +214,7 @@ class Layer(torch.nn.Module):
         return torch.nn.functional.layer_norm(self.linear(x), (3,)) + torch.ones(3)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch calls torch.jit old
+@pytest.mark.filterwarnings("ignore:.*torch.jit")  # torch calls it old
 def test_scripted_code_for_the_cpu_is_left_alone(tmp_path):
     given, host = torch.ones(2, 3), torch.device("cpu")
     layer = Layer()
@@ -228,7 +229,7 @@ def test_scripted_code_for_the_cpu_is_left_alone(tmp_path):
     assert torch.equal(torch.jit.script(plain)(given[0], host), plain(given[0], host))
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
 @pytest.mark.parametrize(
     ("call", "said"),
     [
@@ -274,15 +275,77 @@ def test_a_gradient_of_a_fake_is_refused_where_cpp_would_end_the_process():
     with emulated_cuda():
         linear = torch.nn.Linear(3, 3).cuda()
         given = torch.ones(2, 3, device="cuda")
-        with pytest.raises(NotImplementedError, match=r"a fake tensor \(torch.export, make_fx\)"):
+        with pytest.raises(NotImplementedError, match="a gradient of a fake CUDA tensor"):
             make_fx(linear, tracing_mode="fake")(given.requires_grad_())
         with FakeTensorMode() as mode:
             assert mode.from_tensor(torch.ones(2, requires_grad=True)).requires_grad
 
 
-def test_what_asks_cpp_for_a_device_is_refused_by_name():
-    with emulated_cuda(), pytest.raises(NotImplementedError, match="aten::_nested_tensor_from_tensor_list"):
-        torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], device="cuda")
+class ForeignMemory:
+    __cuda_array_interface__ = {"shape": (1,), "typestr": "<f4", "data": (4096, False), "version": 2}
+
+
+def symmetric_memory():
+    from torch.distributed import _symmetric_memory
+
+    return _symmetric_memory.rendezvous(torch.ones(4, device="cuda"), group="0")
+
+
+def flexible_attention_with_gradient():
+    from torch.nn.attention.flex_attention import flex_attention
+
+    given = torch.ones(1, 1, 16, 16, device="cuda", requires_grad=True)
+    return flex_attention(given, given, given)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: torch.nested.nested_tensor([torch.ones(2)], device="cuda"), "aten::_nested_tensor_from_tensor_list"),
+        (lambda: torch.utils.dlpack.to_dlpack(torch.ones(2, device="cuda")), "to_dlpack"),
+        (lambda: torch.as_tensor(ForeignMemory(), device="cuda"), "torch.as_tensor of foreign CUDA memory"),
+        (lambda: torch.set_default_tensor_type(torch.cuda.FloatTensor), "torch.set_default_tensor_type"),
+        (lambda: torch.cuda.memory._get_current_allocator(), "torch._C._cuda_getAllocator"),
+        (lambda: torch._C._cuda_getCurrentBlasHandle(), "torch._C._cuda_getCurrentBlasHandle"),
+        (lambda: torch.cuda.jiterator._create_jit_fn("T f(T x) { return x; }"), "torch.cuda.jiterator._create_jit_fn"),
+        (symmetric_memory, "torch.distributed._symmetric_memory"),
+        (flexible_attention_with_gradient, "a gradient of a fake CUDA tensor"),
+        (lambda: torch.cuda.CUDAGraph(), "torch.cuda.CUDAGraph"),
+        (lambda: torch.cuda.MemPool(), "torch.cuda.MemPool"),
+        (lambda: torch.cuda.CUDAPluggableAllocator("a.so", "b", "c"), "torch.cuda.CUDAPluggableAllocator"),
+    ],
+)
+def test_what_is_not_emulated_says_its_name(call, said):
+    with emulated_cuda(), pytest.raises(NotImplementedError, match=said):
+        call()
+
+
+def test_the_c_layer_still_lacks_what_it_lacks():
+    with emulated_cuda():
+        assert not hasattr(torch._C, "no_such_name")
+        assert callable(torch._C._cuda_no_such_name)
+    assert not hasattr(torch._C, "_cuda_no_such_name")
+
+
+COMPILED_AFTERWARDS = """
+import torch
+from pytest_sglmem import emulated_cuda
+
+with emulated_cuda():
+    torch.optim.SGD(torch.nn.Linear(2, 2).cuda().parameters(), lr=1)  # loads torch's compiler
+
+def double(x):
+    return x * 2 + torch.ones(2) + torch.tensor([0.0, 1.0])
+
+print(torch.compile(double, backend="eager", fullgraph=True)(torch.ones(2)).tolist())
+"""
+
+
+def test_code_compiles_after_an_emulation_as_before():
+    """What torch's compiler remembers by identity must be torch's own."""
+    ran = subprocess.run([sys.executable, "-c", COMPILED_AFTERWARDS], capture_output=True, text=True, check=False)
+    assert ran.stdout == "[3.0, 4.0]\n", ran.stderr
 
 
 # -- deaths, finalizers, threads ---------------------------------------------------------------------------------------

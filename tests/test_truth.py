@@ -27,7 +27,7 @@ def load(path):
 @pytest.fixture(scope="module")
 def processes():
     """Real processes on the emulated device: seven consumers, two devices."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["torch"])
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["torch", "torch._dynamo"])
     with emulated_cuda(devices=2):
         stage = record.Processes("emulated", 2, consumers=7)
         yield stage

@@ -21,7 +21,21 @@ import torch
 import torch.multiprocessing
 from torch.utils._device import _device_constructors as device_constructors
 
-from . import autocast, collectives, compiled, driver, parallel, scripted, sharing, standins, streams, surface, tensors
+from . import (
+    autocast,
+    collectives,
+    compiled,
+    composites,
+    driver,
+    legacy,
+    parallel,
+    scripted,
+    sharing,
+    standins,
+    streams,
+    surface,
+    tensors,
+)
 from .dispatch import Accounting, Plan
 from .memory import CPU, Memory
 from .patches import Patches
@@ -170,8 +184,10 @@ def _install(patches: Patches, emulation: Emulation) -> None:
     driver.install(patches, emulation)
     standins.install(patches, emulation)
     parallel.install(patches)
+    legacy.install(patches)
     compiled.install(patches, emulation)
     scripted.install(patches, emulation)
+    composites.install(patches, emulation)
     autocast.install(patches, emulation)
     tensors.install(patches, emulation)
     sharing.install(patches, emulation)

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 NCCL = "nccl"
 NCCL_VERSION = (2 << 32) | (27 << 16)  # as NCCL packs 2.27.0, for code that asks whether it is new enough
 MANY = 256  # lent tensors that are held: of one that so many others followed no thread is still putting away its work
+SYMMETRIC = ("empty_strided_p2p", "get_mempool_allocator", "rendezvous", "set_backend", "set_group_info")
 NOT_ALIASED = ("send", "recv_", "recv_any_source_", "barrier", "monitored_barrier_")
 
 
@@ -230,8 +231,16 @@ def install(patches: Patches, emulation: Emulation) -> None:
     _install_wait(patches, emulation.collectives)
     patches.set(torch._C, "_nccl_version", lambda: NCCL_VERSION)
     patches.set(torch._C, "_nccl_version_suffix", lambda: b"")
+    symmetric = getattr(torch._C._distributed_c10d, "_SymmetricMemory", None)
+    for name in () if symmetric is None else SYMMETRIC:
+        if hasattr(symmetric, name):
+            patches.set(symmetric, name, staticmethod(_no_symmetric_memory))
     for module in (torch.distributed, c10d):
         patches.set(module, "ProcessGroupNCCL", ProcessGroupNCCL)
+
+
+def _no_symmetric_memory(*_: Any, **__: Any) -> Any:
+    raise NotImplementedError("torch.distributed._symmetric_memory is not emulated")
 
 
 class ProcessGroupNCCL:

@@ -10,12 +10,11 @@ is not there, which ends the process: that, and torch.export with it, raises Not
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._subclasses import FakeTensorMode
+from torch._subclasses import FakeTensor, FakeTensorMode
 
 from .patches import Patches, named
 
@@ -30,25 +29,48 @@ def install(patches: Patches, emulation: Emulation) -> None:
         """As torch.compile with `disable=True`."""
         return (lambda function: function) if model is None else model
 
-    real_fake = FakeTensorMode.from_tensor
+    patches.set(torch, "compile", compile)
+    _install_fakes(patches, emulation)
+
+
+def _install_fakes(patches: Patches, emulation: Emulation) -> None:
+    cls = FakeTensor
+    real_fake, real_require = FakeTensorMode.from_tensor, cls.requires_grad_
+    required: Any = cls.requires_grad
 
     def from_tensor(self: FakeTensorMode, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if tensor.requires_grad and emulation.memory.find(tensor) is not None:
-            raise NotImplementedError(
-                "a fake tensor (torch.export, make_fx) of a CUDA tensor that requires grad is not emulated: "
-                "requires_grad_(False) first"
-            )
+            raise no_fake_gradient()
         return real_fake(self, tensor, *args, **kwargs)
 
-    patches.set(torch, "compile", compile)
+    def requires_grad_(self: FakeTensor, requires_grad: bool = True) -> Any:
+        if requires_grad and self.device.type == "cuda":
+            raise no_fake_gradient()
+        return real_require(self, requires_grad)
+
+    def set_requires_grad(self: FakeTensor, value: bool) -> None:
+        requires_grad_(self, value)
+
     patches.set(FakeTensorMode, "from_tensor", named(from_tensor, real_fake))
+    patches.set(cls, "requires_grad_", named(requires_grad_, real_require))
+    patches.set(cls, "requires_grad", property(required.__get__, set_requires_grad))
+
+
+def no_fake_gradient() -> NotImplementedError:
+    """What to raise where a fake CUDA tensor shall require a gradient."""
+    return NotImplementedError(
+        "a gradient of a fake CUDA tensor (torch.export, make_fx, flex_attention) is not emulated: "
+        "requires_grad_(False), or torch.no_grad() around it"
+    )
 
 
 @contextlib.contextmanager
 def eager() -> Iterator[None]:
-    """What was compiled before runs eagerly inside (where nothing was, torch's compiler is not loaded for it)."""
-    if "torch._dynamo" not in sys.modules:
-        yield
-        return
+    """What was compiled before runs eagerly inside.
+
+    The compiler knows torch's functions by identity, so it is loaded (in 1 s) before any is replaced.
+    """
+    import torch._dynamo
+
     with torch.compiler.set_stance("force_eager"):
         yield

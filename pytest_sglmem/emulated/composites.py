@@ -3,19 +3,26 @@
 C++ sees CPU tensors, so inside a composite operator it asks for CPU tensors too. Its factory calls can be told from
 Python's, which always say `pin_memory`. What such a call makes (and what is computed from it alone) is remembered with
 the Python instruction that is being carried out, and joins the device of the first tensors that the same instruction
-mixes it with. Never mixed, it stays on the CPU.
+mixes it with or copies into it. Never mixed, it stays on the CPU. The lengths of `ctc_loss`, which C++ moves to the
+device without an operator that could be seen, are moved before.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
 from collections.abc import Iterable
 from types import CodeType, FrameType
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .memory import storage_of
+from .patches import Patches
+
+if TYPE_CHECKING:
+    from . import Emulation
 
 Call = tuple[int, int]
 REMEMBERED = 64
@@ -64,6 +71,19 @@ class Composites:
         storage = storage_of(tensor)
         known = self._made.get(storage._cdata)
         return known is not None and known() is storage
+
+
+def install(patches: Patches, emulation: Emulation) -> None:
+    """Move what C++ moves unseen, until `patches` are undone."""
+    real = torch.ctc_loss
+
+    @functools.wraps(real)
+    def ctc_loss(log_probs: torch.Tensor, targets: torch.Tensor, *lengths: Any, **kwargs: Any) -> torch.Tensor:
+        if emulation.memory.find(log_probs) is not None:
+            lengths = tuple(one.to(log_probs.device) if isinstance(one, torch.Tensor) else one for one in lengths)
+        return real(log_probs, targets, *lengths, **kwargs)
+
+    patches.set(torch, "ctc_loss", ctc_loss)
 
 
 def _call() -> Call:

@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 MIXING = frozenset(
     {
         *("copy_", "_copy_from", "_copy_from_and_resize", "copy", "_to_copy", "set_", "set", "record_stream"),
-        *("index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put"),
         *("_pack_padded_sequence", "_nested_view_from_buffer", "_nested_view_from_buffer_copy", "is_same_size"),
         *("_nested_view_from_jagged", "resize_as_", "resize_as", "_has_compatible_shallow_copy_type", "is_set_to"),
-        *("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_", "set_data"),
+        *("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_", "set_data", "_pad_packed_sequence"),
+        "tensor_split",
     }
 )
 # Libraries whose operators are C++ and see CPU tensors; in others a kernel may be Python that asks for "cuda".
@@ -54,6 +54,10 @@ BUILT_IN = frozenset(
         *("torchvision", "torchaudio", "rngprims", "debugprims", "debug_mode_ops", "symm_mem", "xnnpack", "_nnapi"),
     }
 )
+# The lengths of a packed sequence are on the CPU: in what makes one, and in the overload "data" of what takes one.
+PACKING = "_pack_padded_sequence"
+RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
+INDEXED = frozenset({"index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put"})
 LARGE = 1 << 24  # elements
 SETTING = frozenset({"set_", "set_data"})
 RESIZING = SETTING | frozenset({"resize_", "resize_as_", "_resize_output_", "resize_as_sparse_"})
@@ -69,10 +73,12 @@ class Plan:
         "elementwise",
         "foreign",
         "generator",
+        "indexed",
         "inplace",
         "kernels",
         "mixing",
         "name",
+        "packing",
         "resizes",
         "seeded",
         "sets",
@@ -91,7 +97,9 @@ class Plan:
         self._written = [(at, a.name) for at, a in enumerate(arguments) if a in writes]
         self.alias = bool(returns) and not writes and all(r.alias_info is not None for r in returns)
         self.inplace = bool(writes)
-        self.mixing = base in MIXING
+        self.mixing = base in MIXING or (base in RECURRENT and schema.overload_name == "data")
+        self.packing = base == PACKING
+        self.indexed = base in INDEXED
         self.sets = base in SETTING
         self.resizes = base in RESIZING or any(a.kwarg_only for a in writes)
         self.elementwise = base.startswith("_foreach_")
@@ -221,9 +229,9 @@ class Accounting(TorchDispatchMode):
             self._explain(error, index)
             raise
         if plan.elementwise and isinstance(answer, (list, tuple)):
-            self._place_each(plan, answer, args[0])
+            self._place_each(plan, answer, next(value for value in args if type(value) in _LISTS))
         else:
-            self._place(plan, answer, index)
+            self._place(plan, answer[0] if plan.packing else answer, index)
         return answer
 
     def _foresee(self, args: Any, kwargs: dict[str, Any], index: int) -> None:
@@ -296,10 +304,15 @@ class Accounting(TorchDispatchMode):
 
     def _common_of_mixed(self, plan: Plan, args: Any, kwargs: dict[str, Any]) -> int:
         """As `_common`, where the inputs are known to be of several devices, or one that is written may be."""
+        if plan.indexed and args:
+            return self._common_of_indexed(plan, *args[:3])
         found = [(tensor, CPU if owned is None else owned.index) for tensor, owned in self._found(args, kwargs)]
         here = next((index for tensor, index in found if index != CPU), CPU)
         if plan.mixing or plan.elementwise:
-            first = found[0][1]
+            target, first = found[0]
+            if plan.inplace and first == CPU and self.composites.take(target):
+                self._memory.own(storage_of(target), here, self._stream(here))
+                return here
             return first if plan.inplace else here
         written = {id(tensor) for tensor in _tensors(*plan.written(args, kwargs))}
         for tensor, index in found:
@@ -310,6 +323,29 @@ class Accounting(TorchDispatchMode):
                 continue
             raise RuntimeError(_mixed(plan, index, here))
         return here
+
+    def _common_of_indexed(self, plan: Plan, given: torch.Tensor, indices: Any, values: Any = None) -> int:
+        """The device of the tensor that is indexed: its indices are there or on the CPU, its new values are there."""
+        here = self._index_of(given)
+        others = {self._index_of(index) for index in _flat(indices)} - {CPU, here}
+        if others and here == CPU and self.composites.take(given):
+            here = others.pop()
+            self._memory.own(storage_of(given), here, self._stream(here))
+        if others:
+            raise RuntimeError(
+                "indices should be either on cpu or on the same device as the indexed tensor "
+                f"({'cpu' if here == CPU else f'cuda:{here}'})"
+            )
+        if values is not None and (other := self._index_of(values)) != here:
+            if other == CPU and self.composites.take(values):
+                self._memory.own(storage_of(values), here, self._stream(here))
+            elif other != CPU or values.dim():
+                raise RuntimeError(_mixed(plan, here, other))
+        return here
+
+    def _index_of(self, tensor: torch.Tensor) -> int:
+        owned = self._memory.find(tensor)
+        return CPU if owned is None else owned.index
 
     def _found(self, args: Any, kwargs: dict[str, Any]) -> Iterator[tuple[torch.Tensor, Owned | None]]:
         for tensor in _tensors(args, kwargs):

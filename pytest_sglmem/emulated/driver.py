@@ -7,15 +7,17 @@ names are those of the torch at hand.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from .history import segment
 from .patches import Patches
 from .streams import CUDA_TYPE, pointer
+from .surface import refuser
 
 if TYPE_CHECKING:
     from . import Emulation
@@ -253,12 +255,31 @@ class Numbers:
         }
 
 
+def _refuse_the_rest(patches: Patches, functions: Iterable[str]) -> None:
+    """A function of the C layer that is not answered raises with its name, whether this build has it or not."""
+
+    def refused(name: str) -> Callable[..., Any]:
+        return refuser(f"torch._C.{name}", cast("Callable[..., Any]", lambda: None))
+
+    for name, value in list(vars(torch._C).items()):
+        if name.startswith("_cuda_") and isinstance(value, types.BuiltinFunctionType) and name not in functions:
+            patches.set(torch._C, name, refused(name))
+
+    def __getattr__(name: str) -> Any:
+        if name.startswith("_cuda_"):
+            return refused(name)
+        raise AttributeError(f"module 'torch._C' has no attribute {name!r}")
+
+    patches.set(torch._C, "__getattr__", __getattr__)
+
+
 def install(patches: Patches, emulation: Emulation) -> None:
     """Answer for the C layer until `patches` are undone."""
     devices, numbers = Devices(emulation), Numbers(emulation)
     functions = devices.functions() | numbers.functions()
     for name, function in functions.items():
         patches.set(torch._C, name, function)
+    _refuse_the_rest(patches, functions)
     cuda = torch.cuda
     for owner in (cuda, cuda.streams):
         for kind in emulation.stream_types:
@@ -279,3 +300,4 @@ def install(patches: Patches, emulation: Emulation) -> None:
         patches.set(owner, "mem_get_info", numbers.free_and_total)
     patches.set(cuda.graphs, "_cuda_isCurrentStreamCapturing", functions["_cuda_isCurrentStreamCapturing"])
     patches.set(torch.backends.cuda, "is_built", lambda: True)
+    patches.set(torch.backends.cudnn, "is_acceptable", lambda tensor: False)  # torch's would warn that it is not there

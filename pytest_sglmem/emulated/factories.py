@@ -15,6 +15,7 @@ import torch
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
+from .compiled import no_fake_gradient
 from .memory import CPU
 from .patches import Patches
 
@@ -73,9 +74,16 @@ def factory(real: Callable[..., Any], emulation: Emulation) -> Callable[..., Any
             if type(device) is int:
                 kwargs["device"] = torch.device("cuda", device)
             emulation.cover_thread()
+            if kwargs.get("requires_grad") and is_faking() and torch.device(device).type == "cuda":
+                raise no_fake_gradient()
         return real(*args, **kwargs)
 
     return make
+
+
+def is_faking() -> bool:
+    """Whether operators make fake tensors now."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 def _from_data(real: Callable[..., Any], emulation: Emulation, moves: Moves, copies: bool) -> Callable[..., Any]:
@@ -84,6 +92,8 @@ def _from_data(real: Callable[..., Any], emulation: Emulation, moves: Moves, cop
     @functools.wraps(real)
     def from_data(data: Any, *args: Any, **kwargs: Any) -> Any:
         device = kwargs.pop("device", None)
+        if kwargs.pop("pin_memory", False):
+            return from_data(data, *args, device=device, **kwargs).pin_memory()
         if args:  # as_tensor(data, dtype, device)
             kwargs["dtype"] = args[0]
             device = args[1] if len(args) > 1 else device
@@ -92,6 +102,8 @@ def _from_data(real: Callable[..., Any], emulation: Emulation, moves: Moves, cop
         index = emulation.index_of(device)
         if index is None:
             return real(data, device=device, **kwargs)
+        if index != CPU and not isinstance(data, torch.Tensor) and hasattr(data, "__cuda_array_interface__"):
+            raise NotImplementedError(f"torch.{real.__name__} of foreign CUDA memory is not emulated")
         if isinstance(data, torch.Tensor):
             return _from_tensor(real, moves, data, index, copies, kwargs)
         made = real(data, device="cpu", **kwargs)

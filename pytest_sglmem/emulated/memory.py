@@ -239,6 +239,9 @@ class Memory:
             owned = self.where.get(storage_of(tensor)._cdata)
         except (NotImplementedError, RuntimeError):
             return next((self.find(part) for part in parts_of(tensor)), None)
+        except ValueError:  # a parameter that was not given its shape yet answers next to nothing
+            with torch._C.DisableTorchFunctionSubclass():
+                return self.where.get(storage_of(tensor)._cdata)
         if owned is None and type(tensor).__torch_dispatch__ is not PLAIN:
             return next((self.find(part) for part in wrapped_in(tensor)), None)
         return owned

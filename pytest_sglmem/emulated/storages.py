@@ -19,6 +19,7 @@ def install(patches: Patches, emulation: Emulation) -> None:
     cls, where = torch.UntypedStorage, emulation.memory.where
     real_device = cls.device.__get__  # type: ignore[attr-defined]
     real_pointer, real_resize = cls.data_ptr, cls.resize_
+    real_is_shared = cls.is_shared
     real_new: Callable[..., Any] = cls.__new__
 
     def device(self: torch.UntypedStorage) -> torch.device:
@@ -36,6 +37,9 @@ def install(patches: Patches, emulation: Emulation) -> None:
             emulation.memory.resized(self, owned, emulation.stream_number(owned.index))
         return answer
 
+    def is_shared(self: torch.UntypedStorage) -> bool:
+        return self._cdata in where or real_is_shared(self)
+
     def get_device(self: torch.UntypedStorage) -> int:
         owned = where.get(self._cdata)
         return -1 if owned is None else owned.index
@@ -49,6 +53,6 @@ def install(patches: Patches, emulation: Emulation) -> None:
         return storage
 
     patches.set(cls, "device", property(device))
-    for function in (data_ptr, resize_, get_device):
+    for function in (data_ptr, resize_, get_device, is_shared):
         patches.set(cls, function.__name__, named(function, getattr(cls, function.__name__)))
     patches.set(cls, "__new__", new)

@@ -6,12 +6,14 @@ callable that is not in it is replaced by one that raises NotImplementedError wi
 
 from __future__ import annotations
 
+import functools
 import inspect
 import types
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.cuda.comm
+import torch.cuda.jiterator
 import torch.cuda.nccl
 import torch.cuda.profiler
 import torch.cuda.tunable
@@ -104,15 +106,9 @@ SUPPORTED: dict[str, str] = {
 }
 
 _MODULES = (
-    *(
-        "torch.cuda",
-        "torch.cuda.memory",
-        "torch.cuda.random",
-        "torch.cuda.graphs",
-        "torch.cuda.nccl",
-        "torch.cuda.comm",
-    ),
-    *("torch.cuda.nvtx", "torch.cuda.profiler", "torch.cuda.tunable", "torch.accelerator", "torch.accelerator.memory"),
+    *("torch.cuda", "torch.cuda.memory", "torch.cuda.random", "torch.cuda.graphs", "torch.cuda.nccl"),
+    *("torch.cuda.comm", "torch.cuda.nvtx", "torch.cuda.profiler", "torch.cuda.tunable", "torch.cuda.gds"),
+    *("torch.cuda.green_contexts", "torch.accelerator", "torch.accelerator.memory"),
 )
 _ALIASES = {
     "torch.cuda.memory": "torch.cuda",
@@ -168,23 +164,43 @@ def install(patches: Patches, emulation: Emulation) -> None:
     """Replace what is not emulated by what raises, until `patches` are undone."""
     for module, name, attribute, value in _public():
         if name not in SUPPORTED:
-            patches.set(module, attribute, _refuser(name, value))
+            patches.set(module, attribute, refuser(name, value))
     patches.set(torch.cuda.nvtx, "_nvtx", _Ranges())
+    jiterator = torch.cuda.jiterator
+    for name in ("_create_jit_fn", "_create_multi_output_jit_fn"):
+        patches.set(jiterator, name, refuser(f"torch.cuda.jiterator.{name}", getattr(jiterator, name)))
+    patches.set(torch.autograd.profiler.profile, "__init__", _without_device_times(torch.autograd.profiler.profile))
 
 
-def _refuser(name: str, real: Any) -> Any:
+def refuser(name: str, real: Any) -> Any:
+    """What stands in for `real`, a function or a class, and raises NotImplementedError with `name` when called."""
+
     def refuse(*_: Any, **__: Any) -> Any:
         raise NotImplementedError(
             f"{name} is not emulated: on a GPU it would work (emulated.supported() says what does)"
         )
 
     if inspect.isclass(real):
-        return stand_in(real, refuse)
+        kind = stand_in(real, refuse)
+        for attribute, value in vars(real).items():
+            if isinstance(value, (staticmethod, classmethod)) and not attribute.startswith("_"):
+                setattr(kind, attribute, staticmethod(refuse))
+        return kind
     refuse.__name__ = refuse.__qualname__ = name.rpartition(".")[2]
     refuse.__doc__ = real.__doc__
     if hasattr(real, "__wrapped__"):  # torch's compiler looks for it when it is imported
         refuse.__wrapped__ = real.__wrapped__  # type: ignore[attr-defined]
     return refuse
+
+
+def _without_device_times(cls: Any) -> Any:
+    real = cls.__init__
+
+    @functools.wraps(real)
+    def __init__(self: Any, *args: Any, use_cuda: bool = False, use_device: str | None = None, **kwargs: Any) -> None:
+        real(self, *args, use_device=None if use_device == "cuda" else use_device, **kwargs)
+
+    return __init__
 
 
 class _Ranges:

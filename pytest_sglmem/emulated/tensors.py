@@ -9,8 +9,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
-from . import factories, storages
+from . import factories, legacy, storages
 from .memory import CPU, PLAIN, Memory, Owned, storage_of
 from .patches import Patches, named
 
@@ -40,6 +41,12 @@ class Moves:
         """`Tensor.to` in all its spellings."""
         if type(tensor).__torch_dispatch__ is not PLAIN:
             return self._wrapper_to(tensor, *args, **kwargs)
+        if is_lazy(tensor):
+            with torch._C.DisableTorchFunctionSubclass():  # it lets torch's own pass, and knows them by identity
+                return self._move(tensor, *args, **kwargs)
+        return self._move(tensor, *args, **kwargs)
+
+    def _move(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         device, dtype, rest = spelled(args, kwargs)
         target = None if device is None else self._emulation.index_of(device)
         if device is not None and target is None:
@@ -133,7 +140,7 @@ def _install_tensor(patches: Patches, emulation: Emulation, moves: Moves) -> Non
     def owned_by(tensor: torch.Tensor) -> Owned | None:
         try:
             owned = where.get(storage_of(tensor)._cdata)
-        except (NotImplementedError, RuntimeError):
+        except (NotImplementedError, RuntimeError, ValueError):
             return find(tensor)
         return find(tensor) if owned is None and type(tensor).__torch_dispatch__ is not PLAIN else owned
 
@@ -182,8 +189,13 @@ def _install_tensor(patches: Patches, emulation: Emulation, moves: Moves) -> Non
     def type_(self: torch.Tensor, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
         if owned_by(self) is not None and dtype is None:
             return real_type(self).replace("torch.", "torch.cuda.", 1)
-        if (isinstance(dtype, str) and dtype.startswith("torch.cuda.")) or "torch.cuda." in str(dtype):
+        old = legacy.dtype_of(dtype)
+        if old is not None:
+            return moves.to(self, "cuda" if owned_by(self) is None else self.device, old)
+        if "torch.cuda." in str(dtype):
             raise NotImplementedError(f"Tensor.type({dtype!r}) is not emulated: use Tensor.to")
+        if owned_by(self) is not None and not isinstance(dtype, torch.dtype):
+            return moves.to(self, "cpu").type(dtype, non_blocking)  # a type of the CPU, by itself or by its name
         return real_type(self, dtype, non_blocking, **kwargs)
 
     def __dlpack__(self: torch.Tensor, **kwargs: Any) -> Any:
@@ -199,6 +211,16 @@ def _install_tensor(patches: Patches, emulation: Emulation, moves: Moves) -> Non
         return real_interface(self)
 
     real_dlpack, real_interface = cls.__dlpack__, cls.__cuda_array_interface__.fget  # type: ignore[attr-defined]
+    real_capsule = torch._C._to_dlpack  # type: ignore[attr-defined]
+
+    def to_dlpack(tensor: torch.Tensor) -> Any:
+        if owned_by(tensor) is not None:
+            raise NotImplementedError("torch.utils.dlpack.to_dlpack is not emulated: there is no device memory to give")
+        return real_capsule(tensor)
+
+    for owner, name in ((torch._C, "_to_dlpack"), (torch.utils.dlpack, "to_dlpack"), (torch, "to_dlpack")):
+        if hasattr(owner, name):
+            patches.set(owner, name, named(to_dlpack, real_capsule))
     patches.set(cls, "__dlpack__", named(__dlpack__, real_dlpack))
     patches.set(cls, "__cuda_array_interface__", property(__cuda_array_interface__))
     storage_pointer = torch._C.StorageBase.data_ptr  # type: ignore[attr-defined]
@@ -208,7 +230,15 @@ def _install_tensor(patches: Patches, emulation: Emulation, moves: Moves) -> Non
         patches.set(cls, function.__name__, named(function, getattr(cls, function.__name__)))
     for name in ("new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full"):
         patches.set(cls, name, factories.factory(getattr(cls, name), emulation))
-    real_new = cls.new
+    real_new, construct = cls.new, cls.__new__
+
+    def __new__(kind: Any, *args: Any, **kwargs: Any) -> Any:
+        if kind is cls:
+            return construct(kind, *args, **kwargs)
+        with torch._C._DisableTorchDispatch():  # else a mode sees the tensor before it is of its class, and C++ balks
+            return construct(kind, *args, **kwargs)
+
+    patches.set(cls, "__new__", __new__)
 
     def new_tensor(self: torch.Tensor, data: Any, *, dtype: Any = None, device: Any = None, **kwargs: Any) -> Any:
         return torch.tensor(data, dtype=dtype or self.dtype, device=device or self.device, **kwargs)
