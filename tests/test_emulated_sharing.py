@@ -18,7 +18,8 @@ from torch.multiprocessing.reductions import reduce_tensor  # noqa: E402
 from pytest_sglmem.emulated import emulated_cuda  # noqa: E402
 
 MIB = 1 << 20
-processes = multiprocessing.get_context("spawn")
+processes = multiprocessing.get_context("forkserver")
+processes.set_forkserver_preload(["torch", "torch._dynamo"])
 
 
 def peer(pipe):
