@@ -146,7 +146,8 @@ class Proof:
                     begun = len(self.runs)
                     self._prove_one(item, clean, faults, journal)
                     letters = "".join(proof.LETTERS[run.result] for run in self.runs[begun:])
-                    self._say(f"proof [{self._done()}/{total}] {clean.nodeid} {letters}")
+                    if faults:
+                        self._say(f"proof [{self._done()}/{total}] {clean.nodeid} {letters}")
         finally:
             self._left_out = total - self._done()  # by the limit, or by whoever interrupts
         if not self._left_out and not self._worker:

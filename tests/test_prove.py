@@ -396,7 +396,7 @@ class TestSmallSuites:
             """,
         )
         assert result.ret == 0
-        assert outline(result)[0] == "proof: 0 runs, 1 tests under 0 faults"
+        assert outline(result) == ["proof: 0 runs, 1 tests under 0 faults"]
 
     def test_selection_limits_it(self, pytester):
         result = self.prove(pytester, HISTORY, "-k", "plain")
