@@ -595,6 +595,16 @@ def test_a_gradient_goes_back_to_where_its_leaf_lives():
     assert there.grad.is_cuda
 
 
+def test_a_gradient_from_elsewhere_is_refused():
+    leaf = torch.ones(2, device="cuda", requires_grad=True)
+    leaf.grad = torch.ones(2, device="cuda")
+    with pytest.raises(RuntimeError, match="assigned grad has data located on a different device"):
+        leaf.grad = torch.ones(2)
+    assert leaf.grad.is_cuda
+    leaf.grad = None
+    assert leaf.grad is None
+
+
 def test_gradients_are_counted():
     weight = torch.ones(128, 128, device="cuda", requires_grad=True)
     grown = Grown()

@@ -224,6 +224,16 @@ def _install_tensor(patches: Patches, emulation: Emulation, moves: Moves) -> Non
     patches.set(cls, "__dlpack__", named(__dlpack__, real_dlpack))
     patches.set(cls, "__cuda_array_interface__", property(__cuda_array_interface__))
     storage_pointer = torch._C.StorageBase.data_ptr  # type: ignore[attr-defined]
+    real_grad: Any = cls.grad
+
+    def set_grad(self: torch.Tensor, value: torch.Tensor | None) -> None:
+        if isinstance(value, torch.Tensor) and value.device != self.device:
+            raise RuntimeError(
+                f"assigned grad has data located on a different device ({value.device}) than its tensor ({self.device})"
+            )
+        real_grad.__set__(self, value)
+
+    patches.set(cls, "grad", property(real_grad.__get__, set_grad, real_grad.__delete__))
     for name, getter in (("device", device), ("is_cuda", is_cuda), ("is_cpu", is_cpu)):
         patches.set(cls, name, property(getter))
     for function in (get_device, cuda, cpu, numpy, data_ptr):
