@@ -23,6 +23,7 @@ ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "faults.md"
 STRUCK = ROOT / "fixtures" / "faults" / "strikes.json"
 CHECKS = ROOT / "fixtures" / "faults" / "proof-checks.json"
+OWN = ROOT / "fixtures" / "faults" / "proof-tests.json"
 DOWNSTREAM = ROOT / "fixtures" / "faults" / "proof-downstream.json"
 TESTS = ("tests/test_faults.py", "tests/test_strikes.py")
 RECORDER = "fault-recorder"
@@ -141,6 +142,13 @@ where other faults fire in it than stand here.
 
 {checks}
 
+## The proof of this project's own tests
+
+Those that trace worlds and count objects themselves; most others start sessions of their own, in which nothing of the
+outer one can fire. What is exempt has its reason beside it, in the test.
+
+{own}
+
 ## The proof of the good downstream suite
 
 The same in `fixtures/downstream/good`, as `tests/test_prove.py` runs it.
@@ -155,6 +163,7 @@ def page() -> str:
         again=AGAIN,
         strikes="\n".join(strikes_table()),
         checks="\n".join(proof_table(CHECKS)),
+        own="\n".join(proof_table(OWN)),
         downstream="\n".join(proof_table(DOWNSTREAM)),
     )
 

@@ -7,6 +7,7 @@ flat too; and only where a request needs more buffers than the cap does a fixed 
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -25,6 +26,7 @@ CAP = 4
 CYCLES = 4
 FEWEST = 3  # of what is flat; where it is not, CYCLES tell
 SCALE = 512
+BUSY = 20_000_000  # clock cycles, some 10 ms of a GPU; the emulated device is never behind
 SHARES = (1, 2, 3, 4, 5)  # of a query: a request of five sizes, one more than the cap
 
 
@@ -46,11 +48,21 @@ def chunks(geometry: Geometry, share: int = 1) -> torch.Tensor:
     return numbers.to(torch.bfloat16).cuda()
 
 
-def handle_a_peer(shares: tuple[int, ...] = (1,)) -> Callable:
-    """The reference: `UlyssesAllToAll`."""
+def handle_a_peer(shares: tuple[int, ...] = (1,), *, busy: int = 0) -> Callable:
+    """The reference: `UlyssesAllToAll`. `busy`: cycles for which rank 0's device has something else to do first."""
+    import torch
+    import torch.distributed as dist
+
     from pytest_sglmem.reference import UlyssesAllToAll
 
-    return exchanging(UlyssesAllToAll(max_staging=CAP).exchange, shares)
+    ulysses = UlyssesAllToAll(max_staging=CAP)
+
+    def exchange(send: torch.Tensor) -> torch.Tensor:
+        if busy and dist.get_rank() == 0:
+            torch.cuda._sleep(busy)  # what rank 0 sends comes late: who does not wait for it receives what was there
+        return ulysses.exchange(send)
+
+    return exchanging(exchange, shares)
 
 
 def one_handle_for_all(shares: tuple[int, ...] = (1,)) -> Callable:
@@ -139,7 +151,7 @@ def lost_in(verdict: Verdict, world: World) -> None:
 def test_a_handle_a_peer_is_flat(world, live_bytes):
     """Every handle is opened once and given back once; outputs are those of torch's own all-to-all."""
     over = geometries(world.size, scale=SCALE)
-    ours = world.trace(handle_a_peer, over, cycles=(FEWEST, CYCLES))
+    ours = world.trace(functools.partial(handle_a_peer, busy=BUSY), over, cycles=(FEWEST, CYCLES))
     flat_as_it_is(live_bytes.assert_flat(ours, tolerance=0))
     live_bytes.assert_same_outputs(ours, world.trace(the_groups_own, over, cycles=1, warmup=0))
 
