@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # what `__getattr__` finds, for type checkers: the package is
     from .judge import IpcContractWarning as IpcContractWarning
     from .judge import LateReleaseWarning as LateReleaseWarning
     from .judge import LeakError as LeakError
+    from .judge import UnjudgedTraceWarning as UnjudgedTraceWarning
     from .judge import judge as judge
     from .objects import GrowthError as GrowthError
     from .records import Growth as Growth
@@ -45,6 +46,7 @@ _HOME = {
     "CyclicMemoryWarning": "judge",
     "LateReleaseWarning": "judge",
     "IpcContractWarning": "judge",
+    "UnjudgedTraceWarning": "judge",
     "GrowthError": "objects",
     "RankError": "world",
     "RankRaised": "world",

@@ -47,7 +47,6 @@ _WIDE = 400  # objects looked at a level
 _FEW = 8  # objects for which the collector is asked; it compares each reference with each of them
 _CHUNK = 512  # objects whose referents are asked for in one call
 _ALIKE = 3  # of the things that one object refers to: how many are followed to a target
-_DRAWING = 30  # seconds for graphviz: a graph of 8 levels takes one
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _run, _monotonic = subprocess.run, time.monotonic
 _get_objects, _get_referents, _get_referrers = gc.get_objects, gc.get_referents, gc.get_referrers
@@ -65,10 +64,12 @@ class Deadline:
         self.seconds = seconds
         self._end = _monotonic() + seconds
 
-    def check(self) -> None:
-        """Raises where the time is over."""
-        if _monotonic() > self._end:
+    def left(self) -> float:
+        """Seconds. Raises where none is."""
+        left = self._end - _monotonic()
+        if left <= 0:
             raise _OutOfTimeError
+        return left
 
 
 def is_holder(chain: str) -> bool:
@@ -157,7 +158,7 @@ class _Search:
         tails: set[str] = set()
         seen: dict[int, object] = {}
         for tensor in others:
-            self.deadline.check()
+            self.deadline.left()
             mine: dict[int, object] = {}
             for how, kept in kept_by(tensor, wanted, seen, mine):
                 tail = joined([how, *walk.onwards(kept)])
@@ -211,14 +212,14 @@ def draw(target: object, path: Path, *, hidden: Sequence[object] = (), deadline:
     own = {id(one) for one in hidden}
 
     def shown(referrer: object) -> bool:
-        deadline.check()
+        deadline.left()
         return id(referrer) not in own and not _is_ours(referrer)
 
     source = io.StringIO()
     command = [dot, f"-T{path.suffix[1:]}", "-o", str(path)]
     try:
         objgraph.show_backrefs([target], max_depth=8, too_many=8, filter=shown, output=source)
-        _run(command, input=source.getvalue(), text=True, timeout=_DRAWING, check=True, capture_output=True)
+        _run(command, input=source.getvalue(), text=True, timeout=deadline.left(), check=True, capture_output=True)
     except (OSError, subprocess.SubprocessError, _OutOfTimeError):  # a picture that fails must not hide the leak
         return False
     return True
@@ -231,7 +232,7 @@ def _owners(wanted: Collection[int], deadline: Deadline) -> tuple[list[object], 
     over: list[object] = []
     others: list[torch.Tensor] = []
     storages = (torch.UntypedStorage, torch.TypedStorage)
-    deadline.check()
+    deadline.left()
     everything = _get_objects()
     kinds = {kind for kind in set(map(type, everything)) if issubclass(kind, (torch.Tensor, *storages))}
     for one in [one for one in everything if type(one) in kinds]:
@@ -395,7 +396,7 @@ class _Walk:
 
     def _referrers(self) -> list[tuple[object, tuple[int, ...]]]:
         """What refers to the frontier, each with the places in it that it refers to."""
-        self.deadline.check()
+        self.deadline.left()
         wanted = {id(self._kept[one]): one for one in self._frontier}
         found = []
         for holder in self._holders(wanted):
@@ -424,7 +425,7 @@ class _Walk:
         holders: list[object] = []
         for start in range(0, len(everything), _CHUNK):
             if not start % (_CHUNK * 128):
-                self.deadline.check()
+                self.deadline.left()
             chunk = everything[start : start + _CHUNK]
             if not ids.isdisjoint(map(id, _parts(*chunk))):
                 holders += [one for one in chunk if not ids.isdisjoint(map(id, _parts(one)))]

@@ -29,7 +29,7 @@ from math import ceil
 
 from . import words
 from .audit import broken, summary
-from .holders import NOBODY, pattern
+from .holders import is_holder, pattern
 from .records import (
     FaultKind,
     IpcSummary,
@@ -49,6 +49,7 @@ __all__ = [
     "IpcContractWarning",
     "LateReleaseWarning",
     "LeakError",
+    "UnjudgedTraceWarning",
     "judge",
     "leaking_stacks",
     "settled",
@@ -85,6 +86,10 @@ class CyclicMemoryWarning(UserWarning):
 
 class LateReleaseWarning(UserWarning):
     """Device memory comes back only when somebody calls `torch.cuda.ipc_collect()`."""
+
+
+class UnjudgedTraceWarning(UserWarning):
+    """A test passed and nobody had looked at a trace that it made: so it would have, whatever leaks in that."""
 
 
 class IpcContractWarning(UserWarning):
@@ -515,7 +520,7 @@ def _mechanism(site: str, records: Sequence[RankTrace], trace: Trace, held: Sequ
         for kind, mechanism in _IPC_MECHANISMS.items():
             if kind in kinds:
                 return mechanism
-    return "retained" if any(chain != NOBODY for chain in held) else "unknown"
+    return "retained" if any(map(is_holder, held)) else "unknown"
 
 
 def _outside_site(trace: Trace) -> tuple[SiteVerdict, ...]:

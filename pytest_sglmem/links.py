@@ -143,6 +143,9 @@ def _of_one(holder: object, held: object, *, first: bool) -> str:
         return f"cache of {getattr(holder.__wrapped__, '__qualname__', '?')}"  # type: ignore[attr-defined]
     if is_a(holder, types.BuiltinMethodType):
         return ".__self__"
+    torch = sys.modules.get("torch")
+    if torch is not None and is_a(held, torch._C._FunctionBase) and is_a(holder, torch.Tensor):
+        return f".grad_fn -> {type(held).__name__}"
     return _of_object(holder, held)
 
 

@@ -1,7 +1,7 @@
 """The `live_bytes` fixture: judge a trace, fail where it leaks, warn where it only comes back with help.
 
 The rule is `judge.py`'s and the words are `words.py`'s; this file decides what becomes of a verdict: an exception, a
-warning, an entry in the report, files in the artifacts folder.
+warning, an entry in the report, files in the artifacts folder. It also knows the traces that nobody looks at.
 """
 
 from __future__ import annotations
@@ -9,16 +9,62 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
 
 from .digests import digest
-from .judge import CyclicMemoryWarning, LateReleaseWarning, LeakError, judge
+from .judge import CyclicMemoryWarning, LateReleaseWarning, LeakError, UnjudgedTraceWarning, judge
 from .records import Trace, Verdict
+from .sites import user_line
 from .words import verdict_line
 
 
 class OutputsDiffer(AssertionError):
     """Two traces of the same geometries returned different bytes; the text says in which rank, cycle and step first."""
+
+
+class Unseen:
+    """The traces of a test that nobody has looked at yet. To look is to judge one, or to read or save what it holds."""
+
+    def __init__(self) -> None:
+        self._lines: dict[int, tuple[str, int]] = {}  # by the number of the trace, where it was made
+        self._count = 0
+
+    def watch(self, trace: Trace) -> Trace:
+        """The same trace, which counts as not looked at until somebody reads its ranks. Called where it is made."""
+        number, self._count = self._count, self._count + 1
+        self._lines[number] = user_line(1)
+        return _Watched.of(trace, lambda: self._lines.pop(number, None))
+
+    def warn(self) -> None:
+        """An `UnjudgedTraceWarning` at the line of each trace that nobody has looked at."""
+        lines, self._lines = list(self._lines.values()), {}
+        for file, line in lines:
+            told = UnjudgedTraceWarning(
+                "nobody looked at this trace, so the test passes whatever leaks in it: "
+                "live_bytes.assert_flat(world.trace(...)) judges it"
+            )
+            warnings.warn_explicit(told, None, file or "<unknown>", line)  # type: ignore[call-overload]
+
+
+class _Watched(Trace):
+    """A trace that tells when its ranks are read. To everybody else it is a plain `Trace`, a copy included."""
+
+    __slots__ = ("_tell",)
+
+    @classmethod
+    def of(cls, trace: Trace, tell: Callable[[], object]) -> Trace:
+        made = cls(*[getattr(trace, one.name) for one in fields(Trace)])
+        object.__setattr__(made, "_tell", tell)
+        return made
+
+    def __getattribute__(self, name: str) -> object:
+        if name == "ranks":
+            object.__getattribute__(self, "_tell")()
+        return Trace if name == "__class__" else object.__getattribute__(self, name)
+
+    def __reduce__(self) -> tuple[type[Trace], tuple[object, ...]]:
+        return Trace, tuple(getattr(self, one.name) for one in fields(Trace))
 
 
 class LiveBytes:

@@ -334,6 +334,8 @@ def pytest_exception_interact(node: pytest.Item | pytest.Collector, call: pytest
 @pytest.fixture
 def world(request: pytest.FixtureRequest) -> Iterator[World]:
     """A `torch.distributed` world: fresh ranks for this test, or shared ones by `@pytest.mark.world(scope=...)`."""
+    from .live_bytes import Unseen
+
     item = _item(request)
     session, state = request.config.stash[SESSION], item.stash[TEST]
     asked = _asked(item)
@@ -343,11 +345,16 @@ def world(request: pytest.FixtureRequest) -> Iterator[World]:
         state.machine = {"device": lent.device_name}
         state.world_entry = {"size": lent.size, "device": lent.device, "backend": lent.backend}
         state.progress = lent.on_progress = _narrator(item)
+        unseen = Unseen()
+        lent.on_trace = unseen.watch
         yield lent
+        lent.on_trace = None
         lent.end_calls()
         for fault, fired in lent.fired().items():
             state.fired[fault] = list(fired)
         _audit(session, state, lent)
+        if state.outcome == "passed":
+            unseen.warn()
 
 
 @pytest.fixture

@@ -42,7 +42,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import cloudpickle
 import pytest
 
-from .records import Progress, RaisedText, WarningText
+from .records import Progress, RaisedText, Searching, WarningText
 
 if TYPE_CHECKING:
     from .faults import Fault
@@ -352,6 +352,7 @@ class Rank:
             progress=progress if options.pop("progress") else None,
             hands=self._hands,
             artifacts=self.spec.artifacts,
+            searching=lambda seconds: self._send(Searching(self._call, self.rank, seconds)),
             **options,
         )
 

@@ -356,6 +356,15 @@ class Progress:
     cycles: tuple[int, int] = (0, 0)
 
 
+@dataclass(frozen=True, slots=True)
+class Searching:
+    """A rank's steps are over: it looks for who holds what leaks, at most `seconds`, which the call is not charged."""
+
+    call: int
+    rank: int
+    seconds: float
+
+
 def to_json(record: object) -> dict[str, object]:
     """The record as JSON-able dictionaries and lists, field names as they are."""
     return dataclasses.asdict(record)  # type: ignore[call-overload]

@@ -17,7 +17,7 @@ from functools import lru_cache
 from types import CodeType, FrameType
 from typing import cast
 
-__all__ = ["RawStack", "Stacks", "format_frames", "is_plumbing", "user_stack", "words"]
+__all__ = ["RawStack", "Stacks", "format_frames", "is_plumbing", "user_line", "user_stack", "words"]
 
 RawStack = tuple["CodeType | int", ...]  # a code object, the instruction in it, the next code object, ...
 Frame = tuple[str, int, str]
@@ -44,6 +44,14 @@ def user_stack(skip: int = 0, limit: int = 12) -> tuple[str, ...]:
     `skip`: how many of the innermost Python frames to pass over first, the caller's own being the first.
     """
     return words(Stacks().take(skip + 1, limit))
+
+
+def user_line(skip: int = 0) -> tuple[str, int]:
+    """File and line of the innermost user frame of the caller, `skip` frames passed over; ("", 0) where none is."""
+    frame: FrameType | None = sys._getframe(skip + 1)
+    while frame is not None and is_plumbing(frame.f_code.co_filename):
+        frame = frame.f_back
+    return (frame.f_code.co_filename, frame.f_lineno) if frame is not None else ("", 0)
 
 
 class Stacks:

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from . import words
 from .capture import log_capture_resting
 from .digests import digest
-from .holders import chains_for_blocks
+from .holders import LIMIT, Deadline, chains_for_blocks
 from .judge import leaking_stacks, settled
 from .records import CycleEnd, RankTrace, Reading, Trace
 from .sources import Census, Recording, reading, save_snapshot, stamped
@@ -49,6 +49,7 @@ _ROLL_CALL = timedelta(seconds=1)  # for those who wait to say so, once one of t
 _perf_counter, _monotonic = time.perf_counter, time.monotonic
 _dumps, _loads = pickle.dumps, pickle.loads  # as they are before any fault is armed
 _SITES, _BLOCKS = 5, 64  # growing sites that are explained, and blocks of each that are looked at
+_SNAPSHOT = 30.0  # seconds for the files that a leak leaves: torch's snapshot of very many blocks
 _COLLECTIONS = 3  # a collection can free what keeps the next garbage alive; more than three is a program of its own
 
 
@@ -255,6 +256,8 @@ def trace_rank(
     hands: Hands | None = None,
     artifacts: str | Path | None = None,
     meeting: Meeting | None = None,
+    search: float = LIMIT,
+    searching: Callable[[float], None] | None = None,
 ) -> RankTrace:
     """One rank's part of a trace: `setup(*args)` once, then `step(g)` for each `g` of `over`, the list once a cycle.
 
@@ -262,7 +265,8 @@ def trace_rank(
     are judged, after `warmup` more; (least, most) stops as soon as no rank's verdict can change, which a fixed small
     number cannot wait for: a cache that fills through all of it looks like a leak. `before_step` is
     called before each step; `progress(cycle, step, live)` after it. `artifacts`: the folder where a rank that leaks
-    leaves torch's snapshot and a reference graph; `meeting`: the caller's own, in place of one over `group`. Raises
+    leaves torch's snapshot and a reference graph; `meeting`: the caller's own, in place of one over `group`. Who holds
+    what leaks is looked for during at most `search` seconds, and `searching(seconds)` is called before. Raises
     TypeError where `setup` returns no callable, ValueError where `over` is empty, whatever the step raises, and
     PeerFailed where another rank's step raised or another rank ended.
     """
@@ -281,7 +285,7 @@ def trace_rank(
         stack.enter_context(_collector_at_rest(hands))
         run = Run(step, geometries, rank, meeting, hands, ledger, before_step, progress)
         run.cycles(least, most, warmup)
-        return run.finish(warmup, artifacts)
+        return run.finish(warmup, artifacts, search, searching)
 
 
 def _checked_step(setup: object, step: Any) -> Callable[[Any], object]:
@@ -322,6 +326,7 @@ def trace(
                 warmup=warmup,
                 ledger=ledger,
                 meeting=meeting,
+                search=min(LIMIT, timeout / 2),  # the other ranks wait for this one's record
             )
             return assemble(meeting.gather(mine), geometries, warmup=warmup)
     finally:
@@ -470,11 +475,22 @@ class Run(Generic[G]):
         """What was read so far, without who holds what."""
         return RankTrace(self._rank, tuple(self._series), tuple(self._ends))
 
-    def finish(self, warmup: int, artifacts: str | Path | None) -> RankTrace:
-        """The whole record; where this rank leaks, with who holds the blocks, and with files in `artifacts`."""
+    def finish(
+        self,
+        warmup: int,
+        artifacts: str | Path | None = None,
+        search: float = LIMIT,
+        searching: Callable[[float], None] | None = None,
+    ) -> RankTrace:
+        """The whole record; where this rank leaks, with who holds the blocks, and with files in `artifacts`.
+
+        `search`, `searching`: as for `trace_rank`.
+        """
         exports, opens = self._ledger.reading() if self._ledger is not None else ((), ())
         exports, opens = exports[self._before[0] :], opens[self._before[1] :]  # an earlier trace's are not this one's
         leaking = leaking_stacks(replace(self.record(), exports=tuple(exports)), warmup)
+        if leaking and searching is not None:
+            searching(search + _SNAPSHOT)
         return RankTrace(
             self._rank,
             tuple(self._series),
@@ -482,7 +498,7 @@ class Run(Generic[G]):
             tuple(self._digests),
             tuple(exports),
             tuple(opens),
-            self._held_by(leaking, warmup, self._folder(artifacts) if leaking else None),
+            self._held_by(leaking, warmup, self._folder(artifacts) if leaking else None, search),
             tuple(self._seconds),
         )
 
@@ -499,14 +515,15 @@ class Run(Generic[G]):
         return folder
 
     def _held_by(
-        self, stacks: Sequence[tuple[str, ...]], warmup: int, folder: Path | None
+        self, stacks: Sequence[tuple[str, ...]], warmup: int, folder: Path | None, search: float
     ) -> dict[str, tuple[str, ...]]:
         """Who holds the leaking blocks, by the line that allocated them. Looked for once, after the last reading."""
         found: dict[str, tuple[str, ...]] = {}
+        deadline, roots = Deadline(search), {id(self._step): "step"}
         for number, stack in enumerate(stacks[:_SITES]):
             blocks = self._census.addresses(stack, since=warmup)[:_BLOCKS]
             graph = folder / f"graph-rank{self._rank}.png" if folder is not None and number == 0 else None
-            held = chains_for_blocks(blocks, roots={id(self._step): "step"}, graph_to=graph) if blocks else ()
+            held = chains_for_blocks(blocks, roots=roots, graph_to=graph, deadline=deadline) if blocks else ()
             site = stack[0] if stack else "unknown"
             found[site] = tuple(dict.fromkeys((*found.get(site, ()), *held)))
         return {site: held for site, held in found.items() if held}

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from . import stacks
 from .launch import KILL_LIMIT, LaunchError, RankProcess, Spec, Unavailable, resolve_device
 from .rank import CallPickler, find_unpicklable
-from .records import Answer, IpcSummary, Progress, RaisedText, Trace
+from .records import Answer, IpcSummary, Progress, RaisedText, Searching, Trace
 from .words import ranks as ranks_text
 
 if sys.version_info < (3, 11):
@@ -108,6 +108,7 @@ class _Round:
     answers: dict[int, Answer] = field(default_factory=dict)
     died: dict[int, int | None] = field(default_factory=dict)
     stuck: bool = False
+    search: float = 0.0  # seconds that do not count: ranks look for who holds what leaks
     look: stacks.Look | None = None  # the peers' stacks, asked for as soon as a rank is going
     going: float = 0.0  # when that was
 
@@ -167,6 +168,7 @@ class World:
         self._tracing: dict[str, Any] = {}
         self._pickling = _Pickling()
         self.on_progress: Callable[[Progress], None] | None = None
+        self.on_trace: Callable[[Trace], Trace] | None = None
         self._turn = threading.RLock()  # of the thread that talks to the ranks
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -256,8 +258,9 @@ class World:
         `over`, the whole list once a cycle.
 
         `cycles`: how many are judged, or (least, most): stop as soon as the verdict is settled; `warmup`: cycles before
-        those; `timeout`: seconds for the whole trace. A fixed small number cannot tell a leak from a cache that fills
-        through all of it: (3, 12) can. Raises ValueError or TypeError for wrong arguments, or as `run`.
+        those; `timeout`: seconds for all of them (the search for who holds what leaks has a limit of its own). A fixed
+        small number cannot tell a leak from a cache that fills through all of it: (3, 12) can. Raises ValueError or
+        TypeError for wrong arguments, or as `run`.
         """
         __tracebackhide__ = True
         geometries = _checked_trace(setup, over, cycles, warmup, args)
@@ -269,7 +272,7 @@ class World:
             self._tracing = {"steps": len(geometries), "warmup": warmup, "cycles": extent}
             done = self._call(ranks, "trace", (body,), f"trace of {_name(setup)}", timeout)
             self._raise_for(done)
-        return Trace(
+        trace = Trace(
             ranks=tuple(self._value(done.answers[rank]) for rank in ranks),  # type: ignore[misc]
             geometries=tuple(map(_short, geometries)),
             warmup=warmup,
@@ -278,6 +281,7 @@ class World:
             versions=_versions(),
             dead=tuple(sorted(set(range(self.size)) - set(ranks))),
         )
+        return trace if self.on_trace is None else self.on_trace(trace)
 
     def arm(self, faults: Sequence[Fault]) -> None:
         """Put faults in force in every rank, until `disarm`."""
@@ -439,7 +443,7 @@ class World:
         while current.waiting:
             if not shortened and current.trouble is not None:
                 end, shortened = min(end, (current.going or time.monotonic()) + current.trouble), True
-            left = end - time.monotonic()
+            left = end - time.monotonic() + (0 if shortened else current.search)
             if left <= 0 or stall.proven(current):
                 break
             for fd, _ in poll.poll(max(1, 1000 * min(left, pause))):
@@ -475,6 +479,8 @@ class World:
             if isinstance(record, Progress):
                 if self.on_progress is not None:
                     self.on_progress(dataclasses.replace(record, **self._tracing))
+            elif isinstance(record, Searching):
+                current.search = record.seconds if record.call == current.number else current.search
             elif record[:2] == (current.number, rank):
                 current.answers[rank] = Answer(*record)
                 current.waiting.discard(rank)
@@ -683,7 +689,8 @@ class World:
         self._abandon("replaced", quick=True)
         fresh = World.start(self._launcher, self._spec)
         old = self._processes
-        self.__dict__.update({**fresh.__dict__, "on_progress": self.on_progress, "_turn": self._turn})
+        kept = {"on_progress": self.on_progress, "on_trace": self.on_trace, "_turn": self._turn}
+        self.__dict__.update({**fresh.__dict__, **kept})
         self._launcher.forget(old.values())
 
     def _start_limit(self) -> float:

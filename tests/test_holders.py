@@ -355,6 +355,10 @@ def of_a_function_context(module, block):
     module.OUT = Keeps.apply(torch.ones(8, requires_grad=True), block).sum()
 
 
+def of_the_context_behind_a_tensor(module, block):
+    module.OUT = Keeps.apply(torch.ones(8, requires_grad=True), block)
+
+
 def of_a_packed_tensor(module, block):
     with torch.autograd.graph.saved_tensors_hooks(lambda one: {"packed": one}, lambda kept: kept["packed"]):
         module.OUT = torch.ones(8, requires_grad=True) * block
@@ -400,6 +404,7 @@ HELD = {
     of_an_optimizer: "engine.ADAM -> .state -> [<Tensor (8,)>] -> ['momentum_buffer'] -> Tensor",
     of_a_saved_tensor: "engine.OUT -> Tensor.grad_fn -> SavesBackward.saved_tensors",
     of_a_function_context: "engine.OUT -> Tensor.grad_fn -> KeepsBackward -> .cache -> ['k'] -> Tensor",
+    of_the_context_behind_a_tensor: "engine.OUT -> .grad_fn -> KeepsBackward -> .cache -> ['k'] -> Tensor",
     of_a_packed_tensor: "engine.OUT -> Tensor.grad_fn -> MulBackward0._saved_other",
     of_a_saved_tensor_that_changed: "engine.OUT -> Tensor.grad_fn -> MulBackward0._saved_other",
     of_a_leaf_of_a_graph: "engine.OUT -> Tensor.grad_fn -> AccumulateGrad.variable",

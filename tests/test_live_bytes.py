@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import pickle
+import subprocess
+import sys
 
 import pytest
 
 pytest.importorskip("torch")
 
+import pytest_sglmem
 from pytest_sglmem.digests import digest
-from pytest_sglmem.judge import LeakError
-from pytest_sglmem.live_bytes import LiveBytes, OutputsDiffer
+from pytest_sglmem.judge import LeakError, UnjudgedTraceWarning
+from pytest_sglmem.live_bytes import LiveBytes, OutputsDiffer, Unseen
 from pytest_sglmem.records import CycleEnd, LiveBlocks, RankTrace, Reading, Trace
 
 
@@ -80,3 +85,100 @@ def test_traces_that_cannot_be_compared_are_refused(live_bytes):
         live_bytes.assert_same_outputs(one, dataclasses.replace(one, geometries=("h",)))
     with pytest.raises(ValueError, match="worlds of 1 and 2 ranks"):
         live_bytes.assert_same_outputs(one, dataclasses.replace(one, ranks=one.ranks * 2))
+
+
+# Traces that nobody looks at.
+
+
+@pytest.fixture
+def unseen():
+    return Unseen()
+
+
+def made_at():
+    return sys._getframe(1).f_lineno
+
+
+def test_a_trace_that_nobody_looks_at_is_warned_of_at_its_line(unseen):
+    unseen.watch(LEAK)
+    line = made_at() - 1
+    with pytest.warns(UnjudgedTraceWarning, match="nobody looked at this trace") as given:
+        unseen.warn()
+    assert [(one.filename, one.lineno) for one in given] == [(__file__, line)]
+    unseen.warn()  # said once
+
+
+@pytest.mark.survives("pickle.dumps=keep-live", reason="a trace is sent to see that this is a look: nothing is counted")
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda live_bytes, watched: live_bytes.judge(watched),
+        lambda live_bytes, watched: live_bytes.assert_same_outputs(watched, dataclasses.replace(LEAK)),
+        lambda live_bytes, watched: pytest_sglmem.judge(watched),
+        lambda live_bytes, watched: watched.ranks[0].series,
+        lambda live_bytes, watched: watched.cycles,
+        lambda live_bytes, watched: watched == LEAK,
+        lambda live_bytes, watched: pickle.dumps(watched),
+    ],
+    ids=["judge", "outputs", "library", "series", "cycles", "equal", "sent"],
+)
+def test_a_trace_that_somebody_looks_at_is_not(unseen, live_bytes, look):
+    watched = unseen.watch(trace(512, 1024, 1536, 2048, digests=("a", "b", "c", "d")))
+    with contextlib.suppress(ValueError):  # what cannot be compared was looked at all the same
+        look(live_bytes, watched)
+    unseen.warn()
+
+
+def test_what_lies_beside_the_numbers_is_no_look(unseen):
+    watched = unseen.watch(LEAK)
+    assert (watched.geometries, watched.warmup, watched.device) == (("g",), 1, "")
+    with pytest.warns(UnjudgedTraceWarning):
+        unseen.warn()
+
+
+def test_a_watched_trace_is_a_trace_to_everybody(unseen):
+    watched = unseen.watch(LEAK)
+    assert watched == LEAK
+    assert LEAK.__eq__(watched)
+    assert repr(watched) == repr(LEAK)
+    assert isinstance(watched, Trace)
+    assert {type(one) for one in (pickle.loads(pickle.dumps(watched)), dataclasses.replace(watched))} == {Trace}
+
+
+SESSION = """
+import pytest
+
+pytestmark = pytest.mark.world(size=1)
+
+
+def setup():
+    return lambda n: None
+
+
+def test_thrown_away(world):
+    world.trace(setup, [1], cycles=3)
+
+
+def test_judged(world, live_bytes):
+    live_bytes.assert_flat(world.trace(setup, [1], cycles=3))
+
+
+def test_failed(world):
+    world.trace(setup, [1], cycles=3)
+    raise AssertionError
+
+
+@pytest.mark.filterwarnings("error::pytest_sglmem.UnjudgedTraceWarning")
+def test_error(world):
+    world.trace(setup, [1], cycles=3)
+"""
+
+
+def test_a_session_says_which_trace_nobody_judged(tmp_path):
+    (tmp_path / "test_unseen.py").write_text(SESSION)
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--sglmem-device", "emulated"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert "1 failed, 3 passed, 1 warning, 1 error" in done.stdout
+    line = 1 + next(n for n, text in enumerate(SESSION.splitlines()) if "world.trace" in text)
+    assert f"test_unseen.py:{line}: UnjudgedTraceWarning: nobody looked at this trace" in done.stdout
+    assert "ERROR test_unseen.py::test_error - pytest_sglmem.judge.UnjudgedTraceWarning" in done.stdout

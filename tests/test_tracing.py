@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import pickle
+import time
 
 import pytest
 
@@ -215,6 +217,53 @@ def test_a_leaking_rank_says_who_holds_and_leaves_its_snapshot(device, tmp_path)
     assert any("store" in chain and chain.endswith("-> Tensor") for chain in chains)
     snapshot = pickle.loads((tmp_path / "deep" / "folder" / "snapshot-rank0.pickle").read_bytes())
     assert {"segments", "device_traces"} <= set(snapshot)
+
+
+def test_the_search_has_a_bound_that_is_said_before_and_when_it_is_hit(device):
+    kept, said = [], []
+    found = rank_trace(lambda: lambda _: kept.append(block()), search=0, searching=said.append)
+    assert list(found.held_by.values()) == [("the search for holders stopped after 0 s",)]
+    assert len(said) == 1
+    rank_trace(lambda: flat, searching=said.append)
+    assert len(said) == 1
+
+
+class Clock:
+    """The time, which jumps beyond the limit of the call once the rank says that it searches."""
+
+    def __init__(self, folder, limit):
+        self._folder, self._limit, self._late = folder, limit, 0
+
+    def monotonic(self):
+        if (self._folder / "searches").exists():
+            self._late += 1
+        if self._late == 4:  # the limit was looked at, and nobody gave up
+            (self._folder / "go").write_text("on")
+        return time.monotonic() + (self._limit + 1 if self._late else 0)
+
+    def __getattr__(self, name):
+        return getattr(time, name)
+
+
+def searches_long(folder):
+    import pytest_sglmem.tracing as tracing
+
+    kept = []
+
+    def search(*_, **__):
+        (folder / "searches").touch()
+        return ((folder / "go").read_text(),)
+
+    tracing.chains_for_blocks = search
+    return lambda _: kept.append(torch.empty(512, device="cuda"))
+
+
+@pytest.mark.world(size=1)
+def test_the_search_is_not_counted_against_the_limit_of_the_call(world, tmp_path, monkeypatch):
+    os.mkfifo(tmp_path / "go")
+    monkeypatch.setattr("pytest_sglmem.world.time", Clock(tmp_path, 60))
+    found = world.trace(searches_long, [1], cycles=3, args=(tmp_path,), timeout=60)
+    assert list(found.ranks[0].held_by.values()) == [("on",)]
 
 
 def test_a_clean_rank_leaves_nothing(device, tmp_path):

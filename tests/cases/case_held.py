@@ -1,5 +1,6 @@
 """Who holds what leaks: an attribute, a closure, a module-level cache, the autograd graph behind a kept loss, a kept
-exception's traceback, a suspended generator, a hook, a thread's local variable. Each is named in the message.
+exception's traceback, a suspended generator, a thread's local variable, a context variable, the context of a
+function of autograd. Each is named in the message.
 """
 
 EXPECT = {
@@ -32,6 +33,22 @@ EXPECT = {
         "outcome": "failed",
         "report": {"live_bytes.0.verdict": "leak", "live_bytes.0.sites.0.site": "<- thread"},
         "says": ["in worker", "local block"],
+    },
+}
+EXPECT |= {
+    "test_context_variable": {
+        "outcome": "failed",
+        "report": {"live_bytes.0.sites.0.site": "<- in a context", "live_bytes.0.sites.0.mechanism": "retained"},
+        "says": ["ContextVar requests -> ["],
+    },
+    "test_a_context_variable_that_is_reset": {
+        "outcome": "passed",
+        "report": {"live_bytes.0.verdict": "flat"},
+    },
+    "test_function_of_autograd": {
+        "outcome": "failed",
+        "report": {"live_bytes.0.sites.0.mechanism": "retained"},
+        "says": [".grad_fn -> ScaleBackward"],
     },
 }
 ARGS = ["--sglmem-world", "1"]
@@ -136,6 +153,68 @@ def thread():
         ready.wait()
 
     return step
+
+
+def context_variable():
+    import contextvars
+
+    import torch
+
+    requests = contextvars.ContextVar("requests")
+    requests.set([])
+
+    def step(_):
+        requests.get().append(torch.zeros(256, device="cuda"))  # <- in a context
+
+    return step
+
+
+def context_variable_reset():
+    import contextvars
+
+    import torch
+
+    request = contextvars.ContextVar("request")
+
+    def step(_):
+        token = request.set(torch.zeros(256, device="cuda"))
+        request.reset(token)
+
+    return step
+
+
+def function_of_autograd():
+    import torch
+
+    class Scale(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, weight, mask):
+            ctx.mask = mask
+            return weight.sum() * 2
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient * ctx.mask, None
+
+    weight = torch.ones(256, device="cuda", requires_grad=True)
+    losses = []
+
+    def step(_):
+        losses.append(Scale.apply(weight, torch.ones(1 << 12, device="cuda")))
+
+    return step
+
+
+def test_context_variable(world, live_bytes):
+    live_bytes.assert_flat(world.trace(context_variable, [0], cycles=3))
+
+
+def test_a_context_variable_that_is_reset(world, live_bytes):
+    live_bytes.assert_flat(world.trace(context_variable_reset, [0], cycles=3))
+
+
+def test_function_of_autograd(world, live_bytes):
+    live_bytes.assert_flat(world.trace(function_of_autograd, [0], cycles=3))
 
 
 def test_attribute(world, live_bytes):
