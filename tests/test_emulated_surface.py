@@ -434,13 +434,22 @@ def test_many_threads_leave_the_books_balanced():
         assert stats["allocation.all.allocated"] == stats["allocation.all.freed"] > 0
 
 
-def test_a_forked_process_has_no_device():
+@pytest.mark.parametrize(
+    "use",
+    [
+        torch.cuda.synchronize,
+        lambda: torch.ones(2, device="cuda"),
+        lambda: torch.ones(2).cuda(),
+        lambda: torch.tensor([1], device="cuda:0"),
+    ],
+)
+def test_a_forked_process_has_no_device(use):
     with emulated_cuda():
         kept = torch.ones(2, device="cuda")
         child = os.fork()
         if child == 0:
             try:
-                torch.cuda.synchronize()
+                use()
             except RuntimeError as error:
                 os._exit(7 if "Cannot re-initialize CUDA in forked subprocess" in str(error) else 8)
             os._exit(9)

@@ -69,7 +69,14 @@ class Emulation:
         return os.getpid() != self._pid
 
     def index(self, device: torch.device) -> int:
-        """The index of a device, the current one where it says none. Raises RuntimeError for one that is not there."""
+        """The index of a device, the current one where it says none. Raises RuntimeError for one that is not there, and
+        in a process forked from the one that emulates.
+        """
+        if os.getpid() != self._pid:
+            raise RuntimeError(
+                "Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, you must use the "
+                "'spawn' start method"
+            )
         index = self.thread.device if device.index is None else device.index
         if not 0 <= index < self.devices:
             raise RuntimeError(
