@@ -851,14 +851,13 @@ def _at_alloc(gate: Gate, patches: Patches, stack: contextlib.ExitStack) -> None
     from .emulated import current
     from .emulated.memory import Memory
 
-    real = Memory.own
+    real, askers, frame = Memory.own, _Askers(), sys._getframe
 
     @functools.wraps(real)
-    def own(memory: Any, storage: Any, *args: Any, **kwargs: Any) -> object:
-        due = [] if gate.off or not storage.nbytes() or _asked_by_harness() else gate.reach()
-        if not due:
-            return real(memory, storage, *args, **kwargs)
-        owned = gate.carry_out(due, real, (memory, storage, *args), kwargs)
+    def own(memory: Any, storage: Any, index: int, stream: int) -> object:
+        if gate.off or not storage.nbytes() or askers.harness(frame(1)) or not (due := gate.reach()):
+            return real(memory, storage, index, stream)
+        owned = gate.carry_out(due, real, (memory, storage, index, stream), {})
         gate.armed.kept.extend(storage for one in due if one.fault.action == "retain" and not one.fault.argument)
         return owned
 
@@ -885,10 +884,14 @@ def _allocations(gate: Gate) -> contextlib.AbstractContextManager[object]:
     """
     from torch.utils._python_dispatch import TorchDispatchMode
 
+    askers = _Askers()
+
     class Allocations(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> object:
             kwargs = kwargs or {}
-            if gate.off or not _makes_tensor(func) or not _on_device(args, kwargs) or _asked_by_harness():
+            if gate.off or not _makes_tensor(func) or not _on_device(args, kwargs):
+                return func(*args, **kwargs)
+            if askers.harness(sys._getframe(1)):
                 return func(*args, **kwargs)
             due = gate.reach()
             return gate.carry_out(due, func, args, kwargs) if due else func(*args, **kwargs)
@@ -916,14 +919,23 @@ def _is_cuda(value: Any) -> bool:
     return bool(getattr(value, "is_cuda", False))
 
 
-def _asked_by_harness() -> bool:
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        name = frame.f_globals.get("__name__", "")
-        if name.partition(".")[0] not in ("torch", "contextlib") and not name.startswith("pytest_sglmem.emulated"):
-            return _is_harness(name)
-        frame = frame.f_back
-    return False
+class _Askers(dict[object, "bool | None"]):
+    """Module name -> whether it is the harness; None: it stands between an operator and whoever asked for it."""
+
+    def __missing__(self, module: object) -> bool | None:
+        name = str(module)
+        between = name.partition(".")[0] in ("torch", "contextlib") or name.startswith("pytest_sglmem.emulated")
+        self[module] = found = None if between else _is_harness(name)
+        return found
+
+    def harness(self, frame: FrameType | None) -> bool:
+        """Whether the harness asked for the operator that is being carried out above `frame`."""
+        while frame is not None:
+            found = self[frame.f_globals.get("__name__")]
+            if found is not None:
+                return found
+            frame = frame.f_back
+        return False
 
 
 _INSTALL: Mapping[str, Callable[[Gate, Patches, contextlib.ExitStack], None]] = MappingProxyType(
