@@ -434,6 +434,7 @@ def run(strike):
         os._exit(0)
     _, status = os.waitpid(child, 0)
     assert os.WIFSIGNALED(status), status
+    assert len(os.listdir(os.path.dirname(path))) <= 2, "partial files of the killed pile up"
     with open(path, "rb") as file:
         return pickle.load(file)
 
@@ -443,13 +444,70 @@ assert run(lambda: setattr(os, "fsync", dies)) == "old"
 assert run(lambda: setattr(os, "replace", dies)) == "old"
 replace = os.replace
 assert len(run(lambda: setattr(os, "replace", lambda a, b: (replace(a, b), dies())))["requests"]) == 3
-print("whole")
+history.dump(path)
+print("whole", os.listdir(os.path.dirname(path)))
 """
 
 
 def test_a_kill_at_any_byte_leaves_the_old_file_or_the_new_one(path):
     done = subprocess.run([sys.executable, "-c", KILLS, str(path)], capture_output=True, text=True)
-    assert done.stdout == "whole\n", done.stderr
+    assert done.stdout == "whole ['crash.pkl']\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    "name", [".crash.pkl.old.abcdefgh.partial", ".crash.pkl.abcdefgh.part", "crash.pkl.abcdefgh.partial", ".crash.pkl"]
+)
+def test_a_dump_removes_only_what_killed_writers_of_its_file_left(history, path, name):
+    path.with_name(name).write_text("not ours")
+    path.with_name(".crash.pkl.abcdefgh.partial").write_text("left behind")
+    history.dump(path)
+    assert sorted(os.listdir(path.parent)) == sorted([path.name, name])
+
+
+def test_a_partial_file_whose_writer_lives_is_left_alone(history, path):
+    """Two dumps of one file in each other: the inner one finds the outer one's partial file, and must leave it."""
+    history.record("a", None, 0.0)
+    listed = []
+
+    def dumps_too(request, output):
+        history.dump(path)
+        listed.append(sorted(os.listdir(path.parent)))
+        return request, output
+
+    assert history.dump(path, redact=dumps_too)
+    assert [len(names) for names in listed] == [2]
+    assert os.listdir(path.parent) == [path.name]
+
+
+def test_a_partial_file_that_was_taken_for_abandoned_before_it_was_locked_is_made_again(history, path, monkeypatch):
+    made, mkstemp = [], crash_history.tempfile.mkstemp
+
+    def swept(**options):
+        made.append(mkstemp(**options))
+        if len(made) == 1:
+            os.unlink(made[0][1])
+        return made[-1]
+
+    monkeypatch.setattr(crash_history.tempfile, "mkstemp", swept)
+    history.record("a", None, 0.0)
+    assert kept(history, path) == ["a"]
+    assert len(made) == 2
+    with pytest.raises(OSError):
+        os.fstat(made[0][0])  # closed
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOLCK, "no locks"), MemoryError(), PermissionError()])
+def test_sweeping_that_fails_costs_no_dump(history, path, monkeypatch, error):
+    path.with_name(".crash.pkl.abcdefgh.partial").write_text("left behind")
+
+    def fails(*_):
+        raise error
+
+    monkeypatch.setattr(crash_history.os, "listdir", fails)
+    if isinstance(error, OSError):
+        monkeypatch.setattr(crash_history.fcntl, "flock", fails)
+    history.record("a", None, 0.0)
+    assert kept(history, path) == ["a"]
 
 
 # dumping in bad moments

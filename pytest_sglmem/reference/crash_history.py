@@ -10,9 +10,11 @@ It does not make loading a dump safe (see `restore`). Classes must be importable
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import gc
 import os
 import pickle
+import re
 import struct
 import sys
 import tempfile
@@ -88,8 +90,9 @@ class CrashDumpHistory:
         `redact(request, output)` gets copies and gives the pair to write, or None to write none. `extra`: further
         entries. Parts that do not pickle, or that `redact` fails on, are left out and named under "left_out".
 
-        The file is there whole, or as it was. Raises OSError where it cannot be written; but while an exception is
-        being handled nothing is raised over it: then `dump` warns and returns False.
+        The file is there whole, or as it was; what a writer that was killed has left beside it is removed. Raises
+        OSError where it cannot be written; but while an exception is being handled nothing is raised over it: then
+        `dump` warns and returns False.
         """
         handling = sys.exc_info()[0] is not None
         try:
@@ -259,7 +262,8 @@ def _replacing(path: Path) -> Iterator[BinaryIO]:
     """A new file that takes the place of `path` once all of it is on the disk. Readable by its owner only."""
     temporary = None
     try:
-        descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent)
+        _remove_abandoned(path)
+        descriptor, temporary = _temporary(path)
         with open(descriptor, "wb") as file:
             yield file
             file.flush()
@@ -274,6 +278,36 @@ def _replacing(path: Path) -> Iterator[BinaryIO]:
             reason = f"{error.strerror or error}: no crash dump written, {path} is as it was"
             raise OSError(error.errno, reason, str(path)) from error
         raise
+
+
+def _temporary(path: Path) -> tuple[int, str]:
+    """A new file beside `path`, locked as long as it is open: the lock of a process that is killed is gone with it."""
+    while True:
+        descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent)
+        with contextlib.suppress(OSError):  # not every file system has locks; nothing is taken for abandoned there
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if os.path.exists(name):
+            return descriptor, name
+        os.close(descriptor)  # somebody took it for abandoned in the moment before it was locked
+
+
+def _remove_abandoned(path: Path) -> None:
+    """Remove what writers of `path` left that were killed. Whatever goes wrong here must not cost the dump."""
+    ours = re.compile(rf"\.{re.escape(path.name)}\.[a-z0-9_]{{8}}\.partial")
+    with contextlib.suppress(Exception):
+        for name in filter(ours.fullmatch, os.listdir(path.parent)):
+            with contextlib.suppress(OSError):
+                _remove_unlocked(path.parent / name)
+
+
+def _remove_unlocked(path: Path) -> None:
+    """Remove the file, or raise OSError where it is locked, as it is while its writer lives."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.unlink(path)
+    finally:
+        os.close(descriptor)
 
 
 def _sync_directory(directory: Path) -> None:
