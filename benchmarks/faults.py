@@ -1,6 +1,7 @@
 """What an armed but silent fault point costs a call, and what none armed costs: python benchmarks/faults.py
 
-Each line is the least of 7 repeats, and the bare function beside it. The claim: under 1 us armed, nothing otherwise.
+Each line is the least of 40 turns in this process's own time, with the bare function's beside it. The claim: under 1 us
+armed, nothing otherwise.
 The points at torch's functions have the same gate as `gc.enable`, the cheapest function of all, and so the same cost.
 Outside the claim, and shown below it: `cuda.alloc` on a real device, where a dispatch mode sees every operator until
 the fault is spent. Below each what a mode costs that does nothing: torch's part, which nothing in Python can save.
@@ -9,49 +10,51 @@ the fault is spent. Below each what a mode costs that does nothing: torch's part
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
 import pickle
 import sys
 import time
 import timeit
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from pytest_sglmem.emulated import emulated_cuda
 from pytest_sglmem.faults import armed, parse
+from pytest_sglmem.strikes import Armed
 
-CALLS = 100_000
 LIMIT_NS = 1000
-
-
-def per_call_ns(call: Callable[[], object]) -> float:
-    return min(timeit.repeat(call, number=CALLS, repeat=7)) / CALLS * 1e9
 
 
 def main() -> int:
     null = os.open(os.devnull, os.O_WRONLY)
-    file = open(os.devnull, "wb", buffering=0)  # noqa: SIM115
+    files = [open(os.devnull, "wb", buffering=0)]  # noqa: SIM115
     calls: dict[str, Callable[[], object]] = {
         "pickle.dumps@nth=1000000000=corrupt": lambda: pickle.dumps(None),
         "pickle.loads@nth=1000000000=corrupt": lambda: pickle.loads(b"N."),
         "gc.enable@nth=1000000000=skip": lambda: gc.enable(),
         "clock.time@nth=1000000000=jump(1)": lambda: time.time(),
         "file.fsync@every=1000000000=skip": lambda: _ignore(os.fsync, null),
-        "file.write@nth=1000000000=enospc": lambda: file.write(b"x"),
+        "file.write@nth=1000000000=enospc": lambda: files[-1].write(b"x"),
     }
+
+    @contextlib.contextmanager
+    def arm(text: str) -> Iterator[Armed]:
+        with armed([parse(text, origin="benchmark")], rank=0, seed=0) as here:
+            with open(os.devnull, "wb", buffering=0) as file:  # a file is struck that was opened meanwhile
+                files.append(file)
+                yield here
+                files.pop()
+
     worst, lines = 0.0, [f"{'fault, armed but silent':<42}{'bare':>9}{'armed':>9}{'cost':>9}  (ns a call)"]
     for text, call in calls.items():
-        bare = per_call_ns(call)
-        with armed([parse(text, origin="benchmark")], rank=-1, seed=0):
-            if text.startswith("file.write"):
-                file = open(os.devnull, "wb", buffering=0)  # noqa: SIM115
-            cost = per_call_ns(call)
+        bare, cost = _with_and_without(call, functools.partial(arm, text))
         lines.append(_line(text, bare, cost))
         worst = max(worst, cost - bare)
-    with armed([parse("step@nth=1000000000=keep-live", origin="benchmark")], rank=0, seed=0) as here:
-        lines.append(f"{'step@nth=1000000000=keep-live':<42}{'':>9}{per_call_ns(here.before_step):>9.0f}")
+    with arm("step@nth=1000000000=keep-live") as here:
+        lines.append(f"{'step@nth=1000000000=keep-live':<42}{'':>9}{_cpu_ns(here.before_step):>9.0f}")
     with armed((), rank=0, seed=0) as here:
-        lines.append(f"{'nothing armed: before_step':<42}{'':>9}{per_call_ns(here.before_step):>9.0f}")
+        lines.append(f"{'nothing armed: before_step':<42}{'':>9}{_cpu_ns(here.before_step):>9.0f}")
     lines += _on_the_device()
     print(f"Python {sys.version.split()[0]}, {os.cpu_count()} cores")
     print("\n".join(lines))

@@ -880,7 +880,7 @@ def _allocations(gate: Gate) -> contextlib.AbstractContextManager[object]:
     """A dispatch mode that sees every operator that makes a device storage, on this thread.
 
     It is what torch has: no other way to Python tells of each allocation before it is made, and can be taken back. A
-    mode that does nothing costs an operator about 10 us already (benchmarks/faults.py), so it is left once spent.
+    mode that does nothing costs an operator several us already (benchmarks/faults.py), so it is left once spent.
     """
     from torch.utils._python_dispatch import TorchDispatchMode
 
