@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 
 NOBODY = "no Python object: only C++ holds it"
 LIMIT = 30.0  # seconds for one search: with 0.75 million objects it takes 1 to 5 (benchmarks/holders.py)
-_STOPPED = "the search for holders stopped after"
-_FAILED = "the search for holders failed"
+STOPPED = "the search for holders stopped after"
+FAILED = "the search for holders failed"
 _DEPTH = 16  # objects between a root and a tensor; longer chains say nothing to a reader
 _WIDE = 400  # objects looked at a level
 _FEW = 8  # objects for which the collector is asked; it compares each reference with each of them
@@ -74,7 +74,7 @@ class Deadline:
 
 def is_holder(chain: str) -> bool:
     """Whether a line that a search returned names who holds the tensor; else it says why it names nobody."""
-    return chain != NOBODY and not chain.startswith((_STOPPED, _FAILED))
+    return chain != NOBODY and not chain.startswith((STOPPED, FAILED))
 
 
 def chains(target: object, *, roots: Mapping[int, str] | None = None, skip: Collection[int] = ()) -> tuple[str, ...]:
@@ -111,9 +111,9 @@ def chains_for_blocks(
     try:
         search.run(graph_to)
     except _OutOfTimeError:
-        return (*search.found, f"{_STOPPED} {deadline.seconds:g} s")
+        return (*search.found, f"{STOPPED} {deadline.seconds:g} s")
     except Exception as error:
-        return (*search.found, f"{_FAILED}: {type(error).__name__}: {error}"[:200])
+        return (*search.found, f"{FAILED}: {type(error).__name__}: {error}"[:200])
     return tuple(search.found)
 
 

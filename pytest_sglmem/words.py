@@ -16,6 +16,8 @@ _BARS = "▁▂▃▄▅▆▇█"
 _WIDTH = 80
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
 _ROWS = 8  # ranks that have a row each where they differ
+_SEARCH = "the search for holders"
+_NO_HOLDER = ("no Python object", _SEARCH)  # lines of holders.py that name none: `because` says the same
 _CALLERS = 4  # lines of a stack that are shown under the user's own
 _BECAUSE: Mapping[Mechanism, str] = {
     "retained": "a Python object keeps the tensor",
@@ -24,7 +26,7 @@ _BECAUSE: Mapping[Mechanism, str] = {
     "ipc-held-by-peer": "a peer still maps the block",
     "ipc-dead-peer": "a peer died while it mapped the block",
     "outside-torch": "not torch's allocator: a context, a communicator, a raw cudaMalloc",
-    "unknown": "no Python object refers to it and no IPC handle was made of it",
+    "unknown": "only C++ keeps it: no Python object leads to it, and no IPC handle was made of it",
 }
 _NEXT: Mapping[Mechanism, str] = {
     "retained": "drop the tensor where the step ends, or give what holds it a bound.",
@@ -33,7 +35,7 @@ _NEXT: Mapping[Mechanism, str] = {
     "ipc-held-by-peer": "let the peer drop its views, synchronize and meet at a barrier before the step ends.",
     "ipc-dead-peer": "restart the exporter when a peer dies; torch never takes this memory back.",
     "outside-torch": "look at communicators, contexts and allocations made without torch.",
-    "unknown": "look for what C++ keeps: autograd graphs, caches of extensions, other streams.",
+    "unknown": "look for what keeps tensors in C++: futures, works, DLPack capsules, caches of extensions.",
 }
 
 
@@ -209,8 +211,15 @@ def _site(site: SiteVerdict, verdict: Verdict) -> Iterator[str]:
     yield f"  +{size(site.bytes_per_cycle)} a cycle{blocks}{where}: {site.site}"
     yield from (f"      from  {line}" for line in site.stack[1 : 1 + _CALLERS])
     for chain in site.held_by:
-        yield from _chain("    held by  ", chain)
-    yield from _wrapped(f"{_BECAUSE[site.mechanism]} ({site.mechanism})", "    because  ", "             ")
+        if not chain.startswith(_NO_HOLDER):
+            yield from _chain("    held by  ", chain)
+    yield from _wrapped(f"{_because(site)} ({site.mechanism})", "    because  ", "             ")
+
+
+def _because(site: SiteVerdict) -> str:
+    """Why the blocks stay; where the search for who keeps them did not come to an end, that."""
+    searched = [chain for chain in site.held_by if chain.startswith(_SEARCH)]
+    return searched[0] if searched and site.mechanism == "unknown" else _BECAUSE[site.mechanism]
 
 
 def _chain(head: str, chain: str) -> Iterator[str]:

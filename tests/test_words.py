@@ -8,6 +8,7 @@ import pytest
 import sessions
 
 from pytest_sglmem import words
+from pytest_sglmem.holders import NOBODY, STOPPED
 from pytest_sglmem.judge import judge
 from pytest_sglmem.records import (
     CycleEnd,
@@ -71,6 +72,21 @@ def test_a_leak_says_rank_bytes_limit_site_holder_mechanism_and_what_next():
     assert "held by  step -> closure engine -> .store" in text
     assert "a Python object keeps the tensor (retained)" in text
     assert text.splitlines()[-1].startswith("  next: drop the tensor")
+
+
+def test_where_nobody_is_named_the_reason_says_so_once():
+    text = verdict_message(verdict(sites=(site(mechanism="unknown", held_by=(NOBODY,)),)))
+    assert "held by" not in text
+    assert "    because  only C++ keeps it: no Python object leads to it" in text
+
+
+def test_a_search_that_did_not_end_is_the_reason():
+    stopped = f"{STOPPED} 30 s"
+    text = verdict_message(verdict(sites=(site(mechanism="unknown", held_by=(stopped,)),)))
+    assert f"    because  {stopped} (unknown)" in text
+    assert "only C++" not in text
+    found = verdict_message(verdict(sites=(site(held_by=(CHAIN, stopped)),)))
+    assert "a Python object keeps the tensor (retained)" in found
 
 
 @pytest.mark.parametrize("mechanism", ["ipc-over-released", "ipc-never-opened", "ipc-held-by-peer", "ipc-dead-peer"])
