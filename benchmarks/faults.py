@@ -40,11 +40,11 @@ def main() -> int:
 
     @contextlib.contextmanager
     def arm(text: str) -> Iterator[Armed]:
-        with armed([parse(text, origin="benchmark")], rank=0, seed=0) as here:
-            with open(os.devnull, "wb", buffering=0) as file:  # a file is struck that was opened meanwhile
-                files.append(file)
-                yield here
-                files.pop()
+        # A file is struck that was opened while the fault was armed.
+        with armed([parse(text, origin="benchmark")], rank=0, seed=0) as here, open(os.devnull, "wb", 0) as file:
+            files.append(file)
+            yield here
+            files.pop()
 
     worst, lines = 0.0, [f"{'fault, armed but silent':<42}{'bare':>9}{'armed':>9}{'cost':>9}  (ns a call)"]
     for text, call in calls.items():
