@@ -1,9 +1,9 @@
 """Ranks on several machines, started by torchrun (or Slurm, or anything that sets the same variables).
 
 Every process that torchrun starts runs `pytest --sglmem-launcher torchrun ...`. The one with RANK 0 runs the session;
-the others `serve` and never collect a test. Each has a fork server of its own, and a world's ranks are forks of these:
-rank 0 beside the session, rank R beside the process with RANK R. So worlds are fresh, and a rank that dies is a failed
-test, as on one machine; torchrun never sees it.
+the others `serve` and never collect a test. Each has a fork server of its own from the first world on that needs it,
+and a world's ranks are forks of these: rank 0 beside the session, rank R beside the process with RANK R. So worlds are
+fresh, and a rank that dies is a failed test, as on one machine; torchrun never sees it.
 
 The processes meet through the store at MASTER_ADDR:MASTER_PORT (torchrun's agent holds it; without an agent, RANK 0
 does). RANK 0 listens on one more TCP port, which the store tells the others: a control connection from each, and one
@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from . import launch
-from .launch import FORK_LIMIT, LaunchError, Pipe, RankProcess, Setting, Spec, Unavailable, free_port
+from .launch import FORK_LIMIT, SERVER_LIMIT, LaunchError, Pipe, RankProcess, Setting, Spec, Unavailable, free_port
 
 JOIN_LIMIT = 300.0  # seconds for all processes to meet: nodes of one job start minutes apart where images are pulled
 REPLY_LIMIT = 10.0  # seconds for a server to send a file of a rank's: output, stacks, notes
@@ -183,14 +183,14 @@ class Launcher:
     """
 
     def __init__(self, *, join_limit: float = JOIN_LIMIT) -> None:
-        self._local = launch.Launcher()
+        self._owner = os.getpid()
+        self._local: launch.Launcher | None = None
         self._token = secrets.token_bytes(16)
         self._run = secrets.token_hex(4)
         self._worlds = 0
         self._servers: dict[int, _Server] = {}
         self._broken = ""
         self._epoll = select.epoll()
-        self._epoll.register(self._local, select.EPOLLIN)
         self._environ = dict(os.environ)
         self._listener = _listen()
         self._holder, store = _store()
@@ -228,11 +228,11 @@ class Launcher:
         """Why it no longer works; empty while it does."""
         lost = [server.rank for server in self._servers.values() if server.gone]
         told = f"the processes with RANK {lost} are gone" if lost else ""
-        return self._broken or self._local.broken or told
+        return self._broken or (self._local.broken if self._local is not None else "") or told
 
     def mine(self) -> bool:
         """Whether this process started it, and it still works."""
-        return self._local.mine() and not self.broken
+        return self._owner == os.getpid() and not self.broken
 
     def fileno(self) -> int:
         """To wait for news of ended ranks; `listen` reads them."""
@@ -240,7 +240,8 @@ class Launcher:
 
     def listen(self) -> None:
         """Read all news that are there, without waiting."""
-        self._local.listen()
+        if self._local is not None:
+            self._local.listen()
         for server in self._servers.values():
             server.listen()
             if server.gone:
@@ -262,13 +263,21 @@ class Launcher:
         others = [self._servers[number] for number in range(1, spec.size)]
         for server in others:
             server.tell("start", world, common, pickle.dumps(spec))
-        folder = self._local.world_folder()
-        self._local.prepare(folder, _setting(spec.size, world, port), spec)
-        return [*self._local.fork(folder, [0]), *self._arrivals(world, others)]
+        local = self._started()
+        folder = local.world_folder()
+        local.prepare(folder, _setting(spec.size, world, port), spec)
+        return [*local.fork(folder, [0]), *self._arrivals(world, others)]
+
+    def _started(self) -> launch.Launcher:
+        if self._local is None:
+            self._local = launch.Launcher()
+            self._epoll.register(self._local, select.EPOLLIN)
+        return self._local
 
     def _arrivals(self, world: str, servers: list[_Server]) -> list[RankProcess]:
         """Pair each rank's pipe with what its server says of it."""
-        end = time.monotonic() + FORK_LIMIT
+        limit = SERVER_LIMIT + FORK_LIMIT
+        end = time.monotonic() + limit
         pipes: dict[int, Pipe] = {}
         while len(pipes) < len(servers):
             for server in servers:
@@ -278,7 +287,7 @@ class Launcher:
                     raise LaunchError(f"rank {server.rank} on {server.where}: {told or 'its process is gone'}")
             if time.monotonic() > end:
                 absent = sorted({server.rank for server in servers} - set(pipes))
-                raise LaunchError(f"ranks {absent} did not start within {FORK_LIMIT:.0f} s")
+                raise LaunchError(f"ranks {absent} did not start within {limit:.0f} s")
             with contextlib.suppress(TimeoutError):
                 connection, (of, number) = self._accept(min(end, time.monotonic() + 0.2), "rank")
                 if of == world:
@@ -304,20 +313,22 @@ class Launcher:
                 process.pipe.close()
                 process.server.tell("forget", process.world)
                 process.server.codes.pop(process.pid, None)
-        self._local.forget(mine)
+        if self._local is not None:
+            self._local.forget(mine)
 
     def close(self, status: int = 0) -> None:
         """End the ranks here, and have the other processes end with the session's exit status, once this one has ended.
 
         Not before: torchrun ends all processes as soon as one fails, and this one has a report to write.
         """
-        if self._local.owner != os.getpid() or self._broken:
+        if self._owner != os.getpid() or self._broken:
             return
         self._broken = "closed"
         for server in self._servers.values():
             server.tell("quit", status)
             server.pipe.leave_open()
-        self._local.close()
+        if self._local is not None:
+            self._local.close()
         self._listener.close()
         self._epoll.close()
 
@@ -337,7 +348,7 @@ class _Serving:
     """A serving process: its control connection, its fork server, the folders of the worlds that run."""
 
     def __init__(self) -> None:
-        self._launcher = launch.Launcher()
+        self._local: launch.Launcher | None = None
         self._pids: dict[int, str] = {}
         self._folders: dict[str, Path] = {}
         _, store = _store()
@@ -359,32 +370,41 @@ class _Serving:
         """Obey until told to quit (that status), or the session is gone (status LOST)."""
         try:
             while True:
-                select.select([self._pipe.fileno(), self._launcher.fileno()], [], [])
+                select.select([end.fileno() for end in self._ends()], [], [])
                 self._tell_ends()
                 for message in self._pipe.receive():
                     kind, *args = pickle.loads(message)
                     if kind == "quit":
-                        self._launcher.close()
+                        self._close()
                         select.select([self._pipe], [], [], QUIT_LIMIT)
                         return int(args[0])
                     getattr(self, f"_{kind}")(*args)
         except (EOFError, OSError):
             return LOST
         finally:
-            self._launcher.close()
+            self._close()
+
+    def _close(self) -> None:
+        if self._local is not None:
+            self._local.close()
+
+    def _ends(self) -> list[Pipe | launch.Launcher]:
+        return [self._pipe] if self._local is None else [self._pipe, self._local]
 
     def _tell(self, *news: object) -> None:
         self._pipe.send(pickle.dumps(news), limit=REPLY_LIMIT)
 
     def _tell_ends(self) -> None:
-        self._launcher.listen()
+        if self._local is None:
+            return
+        self._local.listen()
         for pid in list(self._pids):
-            code = self._launcher.exit_code(pid)
+            code = self._local.exit_code(pid)
             if code is not None:
                 del self._pids[pid]
                 self._tell("ended", pid, code)
-        if self._launcher.broken:
-            raise EOFError(self._launcher.broken)
+        if self._local.broken:
+            raise EOFError(self._local.broken)
 
     def _start(self, world: str, common: tuple[list[str], dict[str, str], list[str], str, int], spec: bytes) -> None:
         """Fork this process's rank of a world; its pipe is a new connection to the session."""
@@ -393,11 +413,13 @@ class _Serving:
         setting = _setting(asked.size, world, port)
         environ = {k: v for k, v in {**setting.environ, **_portable(changed)}.items() if k not in dropped}
         setting = dataclasses.replace(setting, sys_path=path, environ=environ, cwd=cwd)
-        folder = self._folders[world] = self._launcher.world_folder()
-        self._launcher.prepare(folder, setting, asked)
+        if self._local is None:
+            self._local = launch.Launcher()
+        folder = self._folders[world] = self._local.world_folder()
+        self._local.prepare(folder, setting, asked)
         try:
             with self._connect("rank", world, rank()) as end:
-                pid = self._launcher.fork_at(folder, rank(), end)
+                pid = self._local.fork_at(folder, rank(), end)
         except LaunchError as error:
             self._tell("started", world, str(error))
             return
@@ -405,10 +427,12 @@ class _Serving:
         self._tell("started", world, pid)
 
     def _signal(self, pid: int, number: int) -> None:
-        self._launcher.ask("signal", pid, number)
+        if self._local is not None:
+            self._local.ask("signal", pid, number)
 
     def _end(self, pid: int, limit: float) -> None:
-        self._launcher.ask("end", pid, limit)
+        if self._local is not None:
+            self._local.ask("end", pid, limit)
 
     def _read(self, number: int, world: str, name: str) -> None:
         folder = self._folders.get(world)

@@ -30,6 +30,22 @@ def total():
 """
 
 
+CONFTEST = """
+# A fork server leaves a file of its rank
+import os
+import pathlib
+from pytest_sglmem import launch
+
+start = launch.Launcher.__init__
+
+def noted(self, **how):
+    pathlib.Path(f"servers.{os.environ['RANK']}").touch()
+    start(self, **how)
+
+launch.Launcher.__init__ = noted
+"""
+
+
 class Job:
     """Processes with the variables that torchrun sets, each running pytest."""
 
@@ -90,6 +106,7 @@ def job(tmp_path):
     jobs = []
 
     def start(program, *args, size=2):
+        (tmp_path / "conftest.py").write_text(CONFTEST)
         (tmp_path / "test_it.py").write_text(COLLECTIVE + program)
         jobs.append(Job(tmp_path, size, *args))
         return jobs[-1]
@@ -206,6 +223,8 @@ def test_all_processes_end_with_the_sessions_status(job, tmp_path, program, args
     running = job(program, *args)
     assert running.wait() == [status, status], running.text
     assert not left_over(tmp_path)
+    served = "def test_it(world)" in program
+    assert (tmp_path / "servers.0").exists() == (tmp_path / "servers.1").exists() == served
 
 
 def test_a_killed_session_takes_the_others_along(job, tmp_path):
@@ -231,6 +250,39 @@ def test_next(world):
     running.processes[1].send_signal(signal.SIGKILL)
     assert running.wait() == [1, -signal.SIGKILL]
     assert "the processes with RANK [1] are gone" in running.text
+    assert not left_over(tmp_path)
+
+
+STUBS = {
+    "scontrol": "echo 127.0.0.1\n",
+    "srun": """
+while [[ $1 == --* ]]; do shift; done
+for task in 0 1; do SLURM_PROCID=$task SLURM_LOCALID=0 SLURM_NTASKS=2 "$@" & pids+=($!); done
+for pid in "${pids[@]}"; do wait "$pid" || exit; done
+""",
+}
+
+
+@pytest.mark.parametrize("program", ["torchrun", "bash"])
+def test_the_documented_commands_for_slurm(tmp_path, program):
+    """Two nodes of one process each, by a srun that starts both here: what is tested are the variables."""
+    page = (Path(__file__).parents[1] / "docs" / "worlds.md").read_text()
+    (command,) = re.findall(rf"^srun [^\n]* {program} .*?tests/'?$", page, re.MULTILINE | re.DOTALL)
+    for documented, here in (("=8", "=1"), ("29500", str(free_port())), ("tests/", "test_it.py")):
+        assert documented in command
+        command = command.replace(documented, here)
+    (tmp_path / "test_it.py").write_text(COLLECTIVE + "def test_it(world): assert world.run(total) == [1, 1]\n")
+    for name, text in STUBS.items():
+        (tmp_path / name).write_text("#!/usr/bin/env bash\n" + text)
+        (tmp_path / name).chmod(0o700)
+    path = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    variables = {"SLURM_JOB_ID": "7", "PYTEST_ADDOPTS": "-p no:cacheprovider --sglmem-device emulated"}
+    environ = {**os.environ, "PATH": path, **variables}
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=LIMIT
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("1 passed") == 1
     assert not left_over(tmp_path)
 
 

@@ -136,6 +136,25 @@ def test_import_path_changes_reach_running_ranks(start, monkeypatch, tmp_path):
     assert world.run(lambda: __import__("only_here").VALUE) == [7]
 
 
+SEEN = []
+
+
+def test_a_module_that_ranks_import_keeps_its_state_and_a_test_module_does_not(start, monkeypatch, tmp_path):
+    (tmp_path / "kept_in_ranks.py").write_text("SEEN = []\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def append():
+        import kept_in_ranks
+
+        SEEN.append(1)
+        kept_in_ranks.SEEN.append(1)
+        return len(SEEN), len(kept_in_ranks.SEEN)
+
+    world = start(1)
+    assert [world.run(append), world.run(append)] == [[(1, 1)], [(1, 2)]]
+    assert SEEN == []
+
+
 def test_a_world_without_a_group_leaves_it_to_the_code_under_test(start):
     world = start(2, init=False)
     assert world.backend is None
