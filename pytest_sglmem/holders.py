@@ -140,8 +140,10 @@ class _Search:
         named = {**_running_locals(), **self.roots}
         walk = _Walk(owners, named, {id(owners), id(others), id(named), id(self)}, self.deadline)
         self.found += walk.chains(self.limit)
-        if not self.found:
-            self._look_in_graphs(walk, others)
+        held = [one for one in owners if not walk.is_open(one)]
+        left = self.wanted.difference(map(_address, held))
+        if left and len(self.found) < self.limit:
+            self._look_in_graphs(walk, [*others, *[one for one in held if _address(one)]], left)
         rooted = bool(self.found)
         if not rooted and last_try and owners:
             self.found.append(walk.furthest() or NOBODY)
@@ -149,15 +151,17 @@ class _Search:
             draw(owners[0], graph_to, hidden=[owners, others], deadline=self.deadline)
         return rooted
 
-    def _look_in_graphs(self, walk: _Walk, others: Sequence[torch.Tensor]) -> None:
-        """Chains to the tensors whose gradients or graphs keep the blocks, or keep what the walk came to."""
+    def _look_in_graphs(self, walk: _Walk, tensors: Sequence[Any], left: Collection[int]) -> None:
+        """Chains to the tensors whose gradients or graphs keep the blocks that are `left`, or what the walk came to
+        on its way from them.
+        """
 
         def wanted(one: object) -> bool:
-            return id(one) in walk.came or _address(one) in self.wanted
+            return walk.is_open(one) or _address(one) in left
 
         tails: set[str] = set()
         seen: dict[int, object] = {}
-        for tensor in others:
+        for tensor in tensors:
             self.deadline.left()
             mine: dict[int, object] = {}
             for how, kept in kept_by(tensor, wanted, seen, mine):
@@ -316,6 +320,11 @@ class _Walk:
                 break
             self._one_level(limit)
         return list(self._found.values())[:limit]
+
+    def is_open(self, one: object) -> bool:
+        """Whether the walk came to this object from a target that no root leads to, so far."""
+        at = self.came.get(id(one))
+        return at is not None and bool(self._masks[at] & ~self._explained)
 
     def furthest(self) -> str | None:
         """The chain from a context, or from the furthest object that was found; None where nothing refers to any."""

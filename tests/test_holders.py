@@ -457,6 +457,21 @@ def test_several_holders_of_several_blocks(module):
     assert chains_for_blocks(where, limit=1) == found[:1]
 
 
+def test_a_graph_is_named_beside_what_a_root_leads_to(module):
+    module.WEIGHT = torch.ones(8, requires_grad=True)
+    module.SUM = 0
+    where = []
+    for _ in range(3):
+        hidden = torch.ones(8)
+        where.append(hidden.untyped_storage().data_ptr())
+        module.SUM = module.SUM + (module.WEIGHT * hidden).sum()
+        del hidden
+    assert chains_for_blocks([*where, address_of(lambda: module.SUM)]) == (
+        "engine.SUM -> Tensor",
+        "engine.SUM -> Tensor.grad_fn -> MulBackward0._saved_other",
+    )
+
+
 def test_a_search_that_is_out_of_time_says_so(module):
     module.STORE = {"k": torch.zeros(8)}
     where = address_of(lambda: module.STORE["k"])
