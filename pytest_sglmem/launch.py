@@ -533,23 +533,16 @@ def lock_gpus(count: int, *, limit: float = 600.0) -> tuple[tuple[int, ...], lis
     """Take `count` GPUs that no other process of this harness on this machine has taken; wait for them up to `limit`
     seconds (one whole-GPU test of a neighbour). Returns their ordinals and the locks, which closing releases.
     """
-    import fcntl
-
     total = visible_gpus()
     if count > total:
         raise LaunchError(f"{count} whole GPUs asked for, {total} here")
-    folder = Path(tempfile.gettempdir(), f"sglmem-gpus-{os.getuid()}")
-    folder.mkdir(exist_ok=True)
     end = time.monotonic() + limit
     while True:
         taken: list[tuple[int, int]] = []
         for gpu in range(total):
-            fd = os.open(folder / gpu_name(gpu), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                taken.append((gpu, fd))
-            except BlockingIOError:
-                os.close(fd)
+            with socket.socket(socket.AF_UNIX) as lock, contextlib.suppress(OSError):  # taken: the name is in use
+                lock.bind(f"\0sglmem-gpu-{os.getuid()}-{gpu_name(gpu)}")  # a name that is no file, and leaves none
+                taken.append((gpu, lock.detach()))
             if len(taken) == count:
                 return tuple(gpu for gpu, _ in taken), [fd for _, fd in taken]
         for _, fd in taken:  # never hold some while waiting for more: two neighbours would wait for each other

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import fcntl
 import os
 import select
 import signal
@@ -307,10 +306,10 @@ def test_asking_for_the_device_does_not_import_torch():
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "False\n"
 
 
-def test_two_workers_take_different_gpus_and_give_them_back(monkeypatch, tmp_path):
+def test_two_workers_take_different_gpus_and_give_them_back(monkeypatch):
     fake_gpus(monkeypatch, 3)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(launch.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(launch, "gpu_name", lambda ordinal: f"of-test-{os.getpid()}-{ordinal}")
     first, locks = launch.lock_gpus(2)
     assert first == (0, 1)
     with pytest.raises(LaunchError, match="no 2 free GPUs within 0 s"):
@@ -324,7 +323,6 @@ def test_two_workers_take_different_gpus_and_give_them_back(monkeypatch, tmp_pat
     with pytest.raises(LaunchError, match="4 whole GPUs asked for, 3 here"):
         launch.lock_gpus(4)
     for lock in (*more, *last):
-        fcntl.flock(lock, fcntl.LOCK_UN)
         os.close(lock)
 
 
