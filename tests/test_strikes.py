@@ -74,7 +74,7 @@ def one_step():
 
 def reach_in(world, point, **limits):
     if point == "step":
-        return world.trace(one_step, [0], cycles=1, warmup=0, **limits)
+        return world.trace(one_step, [0], cycles=1, warmup=0, **limits).cycles
     return world.run(reach, point, **limits)
 
 
