@@ -810,6 +810,20 @@ class ActsAtOnce:
         ctypes.memmove(to, source, size)
         return (0,)
 
+    busy = 0
+
+    @classmethod
+    def cuStreamQuery(cls, stream):
+        return (cls.busy,)
+
+    @staticmethod
+    def cuEventRecord(event, stream):
+        return (0,)
+
+    @staticmethod
+    def cuStreamWaitEvent(stream, event, flags):
+        return (0,)
+
     class CUstreamBatchMemOpType:
         CU_STREAM_MEM_OP_WRITE_VALUE_32 = 2
         CU_STREAM_MEM_OP_WAIT_VALUE_32 = 1
@@ -910,6 +924,17 @@ class Streams:
         self.put(stream, lambda: ctypes.memmove(to, source, size) is not None)
         return (0,)
 
+    def cuStreamQuery(self, stream):
+        return (600 if self.queues[stream] else 0,)
+
+    def cuEventRecord(self, event, stream):
+        event.reached = self.behind(stream)
+        return (0,)
+
+    def cuStreamWaitEvent(self, stream, event, flags):
+        self.put(stream, event.reached)
+        return (0,)
+
     def cuStreamBatchMemOp(self, stream, count, operations, flags):
         for whole in operations:
             part = whole.writeValue
@@ -935,13 +960,10 @@ class Stream:
     def wait_stream(self, other):
         self.streams.put(self.cuda_stream, self.streams.behind(other.cuda_stream))
 
-    def wait_event(self, event):
-        self.streams.put(self.cuda_stream, event.reached)
-
 
 class Event:
     def __init__(self, streams):
-        self.streams = streams
+        self.streams, self.cuda_event = streams, self
 
     def record(self, stream):
         self.reached = self.streams.behind(stream.cuda_stream)
@@ -970,7 +992,7 @@ def on_the_device(driver=ActsAtOnce):
 def test_the_stream_order_moves_the_same_bytes(emulated, aside_from):
     def check():
         on_the_device()
-        StreamOrder.aside_from = aside_from
+        StreamOrder.aside_from, StreamOrder.aside_if_ahead_from = aside_from, 0
         with UlyssesAllToAll(max_staging=2) as ulysses:
             for n in (1, 2, 3, 1, 1, 1, 2):
                 send = sending(ulysses.world * 16 * n, BF16, seed=n)
@@ -1060,10 +1082,11 @@ def test_a_second_stream_that_lags_changes_no_bit(emulated, lagging):
 
 
 @pytest.mark.parametrize("aside_from", [StreamOrder.aside_from, 0], ids=["one stream", "two"])
-def test_exchange_on_streams_that_lag(emulated, aside_from):
+@pytest.mark.parametrize("if_ahead_from", [StreamOrder.aside_if_ahead_from, 0], ids=["", "two if ahead"])
+def test_exchange_on_streams_that_lag(emulated, aside_from, if_ahead_from):
     def check():
         Streams(inline=()).install()
-        StreamOrder.aside_from = aside_from
+        StreamOrder.aside_from, StreamOrder.aside_if_ahead_from = aside_from, if_ahead_from
         ulysses = UlyssesAllToAll()
         sends = [sending(64, seed=seed) for seed in range(5)]
         received = [ulysses.exchange(send) for send in sends][-2:]
@@ -1072,6 +1095,23 @@ def test_exchange_on_streams_that_lag(emulated, aside_from):
             assert torch.equal(got.cpu(), expected(send))
 
     emulated.run(check)
+
+
+def test_the_own_copy_goes_aside_from_a_size_on_and_from_a_smaller_one_where_the_host_is_ahead(emulated):
+    def check():
+        on, copy = [], ActsAtOnce.cuMemcpyDtoDAsync
+        ActsAtOnce.cuMemcpyDtoDAsync = staticmethod(lambda *args: (on.append(args[-1]), copy(*args))[1])
+        on_the_device()
+        StreamOrder.aside_from, StreamOrder.aside_if_ahead_from = 64, 32  # bytes
+        seen = []
+        with UlyssesAllToAll() as ulysses:
+            for ActsAtOnce.busy, chunk in ((0, 32), (600, 31), (600, 32), (0, 63), (0, 64)):
+                on.clear()
+                ulysses.exchange(sending(ulysses.world * chunk, torch.int8))
+                seen.append(len(set(on)))
+        return seen
+
+    assert emulated.run(check) == [[1, 1, 2, 1, 2]] * 2
 
 
 def differing_exchange(ulysses):
