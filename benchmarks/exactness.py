@@ -3,9 +3,11 @@
     python benchmarks/exactness.py [--programs 1000] [--seed 0] [--show]
 
 Each program (programs.py) runs with `cycles=(3, 12)` in a world of 1 to 4 ranks. The ranks live in this process, each
-on an emulated device of its own, and take turns cycle by cycle: the verdict needs no communication between them. Wrong
-is a clean program that is called a leak; a leak that is not; one whose ranks differ from the planted ones; one whose
-first site is not the planted line. Exit status 1 where anything was wrong; `--show` prints each such program.
+on an emulated device of its own, and take turns cycle by cycle: the verdict needs no communication between them. Clean
+is a program that grows in its first 9 cycles at most, of the 13 that there are (programs.py says it exactly); what
+still fills in all of them, by however little, is called a leak: the trace cannot tell it from one. Wrong is a clean
+program that is called a leak; a leak that is not; one whose ranks differ from the planted ones; one whose first site is
+not the planted line. Exit status 1 where anything was wrong; `--show` prints each such program.
 """
 
 from __future__ import annotations

@@ -411,7 +411,7 @@ class _Walk:
         for holder in self._holders(wanted):
             if id(holder) in self.skip or _is_ours(holder):
                 continue
-            children = tuple(dict.fromkeys(wanted[id(one)] for one in _parts(holder) if id(one) in wanted))
+            children = tuple(sorted({wanted[id(one)] for one in _parts(holder) if id(one) in wanted}))
             if children:
                 found.append((holder, children))
         self.skip.add(id(found))
