@@ -21,6 +21,7 @@ import os
 import sys
 import tempfile
 import threading
+import time
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -75,6 +76,8 @@ class Proof:
         self._left_out = 0
         self._artifacts = ""
         self._merged = False
+        self._begun = 0.0
+        self._awaited: set[str] = set()
         self.proved = False
         self.runs: list[Run] = []
         self._watching = watch()
@@ -131,9 +134,9 @@ class Proof:
         return result
 
     def _prove(self) -> None:
-        journal = Journal.open(self._config, self._session.settings, self._worker)
         plans = [(item, clean, proof.plan(clean)) for item, clean in self._cleans.values()]
         total = sum(len(faults) for _, _, faults in plans)
+        journal = Journal.open(self._config, self._session.settings, self._worker, total)
         self._allowed = _share(self._session.settings.prove_limit, self._config)
         self.proved = True
         if not self._worker:
@@ -231,21 +234,39 @@ class Proof:
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_setupnodes(self) -> None:
         """The controller begins to print what its workers will say."""
+        self._begun = time.time()
         self._relay.start(lambda line: _print(self._config, line))
 
     @pytest.hookimpl(optionalhook=True)
-    def pytest_testnodedown(self, node: object) -> None:
+    def pytest_testnodeready(self, node: Any) -> None:
+        """A worker of xdist that will say what it proved, unless it is interrupted."""
+        self._awaited.add(node.workerinput["workerid"])
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
         """A worker of xdist is done: take over what it proved."""
         sent = getattr(node, "workeroutput", {}).get("sglmem_proof")
         if sent is not None:
             self.runs += [Run(**run) for run in sent["runs"]]
             self._left_out += sent["left_out"]
             self.proved = self._merged = True
+            self._awaited.discard(node.workerinput["workerid"])
+
+    def _take_over(self, worker: str) -> None:
+        """Of a worker that was interrupted: what it wrote down in this session, and how much is left of its plan."""
+        done, total = Journal.of(_folder(self._session.settings), worker, since=self._begun)
+        said = {(run.nodeid, run.fault) for run in self.runs}
+        fresh = [run for run in done if (run.nodeid, run.fault) not in said]
+        self.runs += fresh
+        self._left_out = max(0, self._left_out + total - sum(run.fault != HEALED for run in fresh))
+        self.proved = self.proved or total > 0
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """Hand the result on: a worker to its controller, else to the report; holes make the session fail."""
         self._relay.stop()
+        for worker in sorted(self._awaited):
+            self._take_over(worker)
         if self._worker:
             runs = [proof.to_plain(run) for run in self.runs]
             self._config.workeroutput["sglmem_proof"] = {  # type: ignore[attr-defined]
@@ -389,7 +410,7 @@ class Journal:
     A folder that cannot be written to is no error: then nothing is kept, and a later proof starts from the beginning.
     """
 
-    def __init__(self, folder: Path, worker: str, fingerprint: str) -> None:
+    def __init__(self, folder: Path, worker: str, fingerprint: str, total: int) -> None:
         self._folder, self._path = folder, folder / f"{worker or 'main'}.jsonl"
         self._fingerprint = fingerprint
         self.done: dict[tuple[str, str], Run] = {}
@@ -398,16 +419,29 @@ class Journal:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._file = self._path.open("w", encoding="utf-8")
-            self._write({"fingerprint": fingerprint})
+            self._write({"fingerprint": fingerprint, "total": total})
             for run in self.done.values():
                 self.write(run)
         except OSError:
             self._file = open(os.devnull, "w")  # noqa: SIM115
 
     @classmethod
-    def open(cls, config: pytest.Config, settings: Settings, worker: str) -> Journal:
-        """The journal of this process, under the session's artifacts folder."""
-        return cls(_folder(settings), worker, _fingerprint(config.rootpath, settings))
+    def open(cls, config: pytest.Config, settings: Settings, worker: str, total: int) -> Journal:
+        """The journal of this process, under the session's artifacts folder. `total`: the runs that are planned."""
+        return cls(_folder(settings), worker, _fingerprint(config.rootpath, settings), total)
+
+    @staticmethod
+    def of(folder: Path, worker: str, *, since: float) -> tuple[list[Run], int]:
+        """What a worker wrote since then: its runs, those it knew among them, and how many it had planned."""
+        path = folder / f"{worker}.jsonl"
+        runs: list[Run] = []
+        total = 0
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            if path.stat().st_mtime >= since:
+                head, *lines = path.read_text(encoding="utf-8").splitlines()
+                total = json.loads(head)["total"]
+                runs.extend(Run(**json.loads(line)) for line in lines)
+        return runs, total
 
     def _read(self, path: Path) -> None:
         # A last line that was cut off by a kill is no run; another fingerprint is another program.
