@@ -13,8 +13,8 @@ Where a census says in which cycle live blocks were born, growth alone accuses n
 every judged cycle, while a full LRU cache or a backlog keeps only the newest; and its blocks become more, unless it is
 one block that a larger one replaces, by as much each cycle. So a site is acquitted as soon as one judged cycle has no
 survivor. A block that the IPC ledger knows to be lost for good needs no growth to show it. What no rule can tell from a
-leak in the cycles it saw: a cache that fills through all of them. Few cycles see that often (of the clean programs of
-benchmarks/programs.py a third at 3 cycles, one in 75 at 6, none at 8), so a leak out of few says how many there were.
+leak in the cycles it saw: a cache that fills through all of them, by however little (`benchmarks/programs.py` says what
+is called clean). Few cycles see that often, so a leak out of few says how many there were.
 """
 
 from __future__ import annotations
