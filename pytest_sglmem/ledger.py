@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from .contract import COUNTER, FILE_HEADER, Custody, open_counters, reads_unsigned
 from .records import Export, Open
+from .revivals import Revivals, are_possible
 from .sites import RawStack, Stacks, format_frames, words
 
 if TYPE_CHECKING:
@@ -121,6 +122,15 @@ class _Block(weakref.ref["torch.UntypedStorage"]):
     freed: bool
 
 
+class _Opened(weakref.ref["torch.UntypedStorage"]):
+    """A storage that was opened, where its weak reference may end before it does: the `index`-th open."""
+
+    __slots__ = ("cdata", "index")
+
+    cdata: int
+    index: int
+
+
 class _Wording:
     """Words each stack once. By the identity of its code objects: equal ones may come from different files."""
 
@@ -176,6 +186,7 @@ class Ledger:
         self._step = -1
         self._fallen: list[_Block] = []
         self._busy = False
+        self._revivals: Revivals[_Block | _Opened] = Revivals(self._settle_doubted)
         self._patches: list[tuple[object, str, object]] = []
 
     def __enter__(self) -> Ledger:
@@ -186,6 +197,7 @@ class Ledger:
         storage = torch.UntypedStorage
         share, open_, release = storage._share_cuda_, storage._new_shared_cuda, storage._release_ipc_counter_cuda
 
+        revived = are_possible()
         take, held, log, opened = self._stacks.take, self._held, self._log.append, self._opened.append
 
         @functools.wraps(share)
@@ -200,7 +212,8 @@ class Ledger:
 
         def _new_shared_cuda(*args: Any, **kwargs: object) -> torch.UntypedStorage:
             storage = open_(*args, **kwargs)
-            opened((weakref.ref(storage), args[4], args[5], take(1) or self._plumbing(), self._step))
+            watch = self._watch_open(storage) if revived else weakref.ref(storage)
+            opened((watch, args[4], args[5], take(1) or self._plumbing(), self._step))
             return storage
 
         def _release_ipc_counter_cuda(*args: Any, **kwargs: object) -> object:
@@ -212,9 +225,11 @@ class Ledger:
         self._patch(storage, "_new_shared_cuda", staticmethod(_new_shared_cuda))
         self._patch(storage, "_release_ipc_counter_cuda", staticmethod(_release_ipc_counter_cuda))
         self._watch_collection()
+        self._revivals.start()
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self._revivals.stop()
         while self._patches:
             owner, name, before = self._patches.pop()
             if before is _ABSENT:
@@ -296,8 +311,44 @@ class Ledger:
     def _fell(self, block: weakref.ref[torch.UntypedStorage]) -> None:
         """The last owner of an exported storage is gone; torch looks at its counter next."""
         assert isinstance(block, _Block)
-        self._fallen.append(block)
+        if not self._revivals.doubts(block):
+            self._fallen.append(block)
+            self._swept(None)
+
+    def _watch_open(self, storage: torch.UntypedStorage) -> _Opened:
+        watch = _Opened(storage, self._closed)
+        watch.cdata, watch.index = storage._cdata, len(self._opened)
+        return watch
+
+    def _closed(self, watch: weakref.ref[torch.UntypedStorage]) -> None:
+        assert isinstance(watch, _Opened)
+        self._revivals.doubts(watch)
+
+    def _settle_doubted(self, doubted: list[_Block | _Opened], living: Mapping[int, torch.UntypedStorage]) -> None:
+        """A collection is over: what lives all the same is watched anew."""
+        self._read_log()
+        for end in doubted:
+            storage = living.get(end.cdata)
+            if isinstance(end, _Opened):
+                if storage is not None:
+                    self._opened[end.index] = (self._watch_again(end, storage), *self._opened[end.index][1:])
+            elif storage is None or self._held.get(end.cdata) is not end or storage.data_ptr() != end.address:
+                self._fallen.append(end)
+            else:
+                self._hold_again(end, storage)
         self._swept(None)
+
+    def _watch_again(self, end: _Opened, storage: torch.UntypedStorage) -> _Opened:
+        watch = _Opened(storage, self._closed)
+        watch.cdata, watch.index = end.cdata, end.index
+        return watch
+
+    def _hold_again(self, end: _Block, storage: torch.UntypedStorage) -> None:
+        block = self._new_block(storage, end.size)
+        block.serial, block.handles, block.dropped, block.freed = end.serial, end.handles, end.dropped, end.freed
+        self._blocks[block.serial] = block
+        for handle in block.handles:
+            handle.block = block
 
     def _swept(self, sweep: Callable[[], list[int]] | None) -> None:
         """Follow torch: read the log, `sweep` as torch just did, then the drops. A storage may die in the middle of it

@@ -268,6 +268,20 @@ def test_a_cycle_keeps_until_it_is_collected():
     assert grown.bytes == 0
 
 
+def test_a_storage_that_lay_in_garbage_is_still_there():
+    """As a pickler's memo leaves it: in older torch that ends the storage's weak references, and not the storage."""
+    grown = Grown()
+    made = torch.ones(256, device="cuda")
+    garbage = [made.untyped_storage()]
+    garbage.append(garbage)
+    del garbage
+    gc.collect()
+    assert made.is_cuda
+    assert grown.bytes == 1024
+    del made
+    assert grown.bytes == 0
+
+
 def test_resizing_takes_a_new_block():
     made = torch.empty(128, device="cuda")
     grown = Grown()

@@ -288,7 +288,7 @@ class ForeignMemory:
 def symmetric_memory():
     from torch.distributed import _symmetric_memory
 
-    return _symmetric_memory.rendezvous(torch.ones(4, device="cuda"), group="0")
+    return _symmetric_memory.empty(4, device=torch.device("cuda:0"))
 
 
 def flexible_attention_with_gradient():

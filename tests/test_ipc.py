@@ -597,6 +597,23 @@ def test_freed_is_known_from_the_moment_even_when_the_counter_goes_on(device):
     assert (export.freed, export.freed_at, export.counter) == (True, 0, -1)
 
 
+def test_a_tensor_whose_storage_lay_in_garbage_is_not_dropped_and_not_released(device):
+    """As a pickler's memo leaves it: in older torch that ends the storage's weak references, and not the storage."""
+    with Ledger() as ledger:
+        exported = torch.empty(100, dtype=torch.uint8)
+        opened = torch.empty(0, dtype=torch.uint8).set_(open_(share(exported.untyped_storage())))
+        garbage = [exported.untyped_storage(), opened.untyped_storage()]
+        garbage.append(garbage)
+        del garbage
+        gc.collect()
+        exports, opens = ledger.reading()
+        assert (one(exports).dropped, one(opens).released) == (False, 0)
+        del opened
+        assert one(ledger.reading()[1]).released == 1
+        del exported
+        assert one(ledger.reading()[0]).dropped is True
+
+
 def test_lost_is_known_where_both_releases_come_before_the_drop(device):
     with Ledger() as ledger:
         block = storage()

@@ -29,7 +29,7 @@ LADDER = {
         *("ipc", "ledger", "audit", "emulated"),
         *("faults", "strikes"),
     },
-    1: {"records", "document", "geometry", "contract", "windows", "sites"},
+    1: {"records", "document", "geometry", "contract", "windows", "sites", "revivals"},
 }
 RUNG = {module: rung for rung, modules in LADDER.items() for module in modules}
 
@@ -47,6 +47,7 @@ SIDEWAYS = {
     "objects": {"appends", "cancelling", "capture", "pauses", "heap", "roots"},
     "appends": {"heap"},
     "pauses": {"heap"},
+    "roots": {"heap"},
     "ipc": {"ledger", "audit"},
     "faults": {"strikes"},  # the one circle: what a fault is, and what carries it out once armed
     "strikes": {"faults", "appends", "emulated", "objects"},

@@ -142,6 +142,7 @@ class Emulation:
     def close(self) -> None:
         """End the emulation: modes that are still on in other threads let everything pass from now on."""
         self.open = self.memory.open = False
+        self.memory.revivals.stop()
         for mode in self._modes:
             mode.open = False
         self.sharing.close()
@@ -170,6 +171,7 @@ def emulated_cuda(devices: int = 1, *, memory: int = 80 * 2**30) -> Iterator[Emu
         yield on
         return
     emulation = Emulation(devices, memory)
+    emulation.memory.revivals.start()
     with compiled.eager(), Patches() as patches:
         _install(patches, emulation)
         emulation.cover_thread()

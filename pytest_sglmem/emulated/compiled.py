@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._subclasses import FakeTensor, FakeTensorMode
+from torch._subclasses import FakeTensor, FakeTensorMode, fake_tensor
 
 from .patches import Patches, named
 
@@ -51,6 +51,7 @@ def _install_fakes(patches: Patches, emulation: Emulation) -> None:
     def set_requires_grad(self: FakeTensor, value: bool) -> None:
         requires_grad_(self, value)
 
+    patches.set(fake_tensor, "init_gpu_context", lambda device: None)  # it makes a tensor on the real device
     patches.set(FakeTensorMode, "from_tensor", named(from_tensor, real_fake))
     patches.set(cls, "requires_grad_", named(requires_grad_, real_require))
     patches.set(cls, "requires_grad", property(required.__get__, set_requires_grad))

@@ -339,7 +339,7 @@ class Accounting(TorchDispatchMode):
         if values is not None and (other := self._index_of(values)) != here:
             if other == CPU and self.composites.take(values):
                 self._memory.own(storage_of(values), here, self._stream(here))
-            elif other != CPU or values.dim():
+            elif other != CPU or values.numel() != 1:
                 raise RuntimeError(_mixed(plan, here, other))
         return here
 

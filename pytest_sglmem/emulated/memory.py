@@ -14,10 +14,11 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
+from ..revivals import Revivals
 from .allocator import Allocator, Block, OutOfDeviceMemory, Stack
 from .history import History, stack
 
@@ -79,8 +80,9 @@ class Memory:
         self._pinned: dict[int, Death] = {}
         self._lock = threading.Lock()
         self._holder = 0
-        self._dead: deque[int] = deque()
+        self._dead: deque[Owned] = deque()
         self._late: deque[tuple[Owned, int, Stack]] = deque()
+        self.revivals = Revivals(self._settle_doubted)
 
     # -- storages --------------------------------------------------------------------------------------------------
 
@@ -131,6 +133,9 @@ class Memory:
         watch = Death(storage, self._died)
         watch.key = key
         owned.watch = watch
+        before = self.where.get(key)
+        if before is not None:  # doubted so far: where its place is used again, it has ended
+            self._dead.append(before)
         self.where[key] = owned
 
     # -- blocks ----------------------------------------------------------------------------------------------------
@@ -197,7 +202,24 @@ class Memory:
     # -- deaths ----------------------------------------------------------------------------------------------------
 
     def _died(self, watch: Death) -> None:
-        self._dead.append(watch.key)
+        if not self.revivals.doubts(watch):
+            self._end(watch)
+            self.settle()
+
+    def _end(self, watch: Death) -> None:
+        owned = self.where.get(watch.key)
+        if owned is not None and owned.watch is watch:
+            del self.where[watch.key]
+            self._dead.append(owned)
+
+    def _settle_doubted(self, doubted: list[Death], living: Mapping[int, torch.UntypedStorage]) -> None:
+        for watch in doubted:
+            owned, storage = self.where.get(watch.key), living.get(watch.key)
+            if owned is not None and owned.watch is watch and storage is not None:
+                owned.watch = Death(storage, self._died)
+                owned.watch.key = watch.key
+            else:
+                self._end(watch)
         self.settle()
 
     def settle(self) -> None:
@@ -213,9 +235,7 @@ class Memory:
     def count(self) -> None:
         """Count the deaths and the late allocations. The lock is held."""
         while self._dead:
-            owned = self.where.pop(self._dead.popleft(), None)
-            if owned is not None:
-                self._ended(owned)
+            self._ended(self._dead.popleft())
         while self._late:
             owned, stream, frames = self._late.popleft()
             if not owned.over:
