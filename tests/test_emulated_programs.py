@@ -245,6 +245,7 @@ def test_classes_of_tensors():
     assert type(made + 1) is Marked
 
 
+@pytest.mark.filterwarnings("ignore:The torch.cuda")  # torch recommends other ways, once a process
 def test_types_of_old():
     made = torch.cuda.FloatTensor([1, 2])
     assert ours(made, torch.cuda.LongTensor(3), torch.ones(2).type(torch.cuda.HalfTensor))
@@ -302,6 +303,7 @@ def test_what_leaves_and_comes_back(two_devices):
         assert loaded["part"].untyped_storage().data_ptr() == loaded["whole"].untyped_storage().data_ptr()
 
 
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")
 def test_a_profile_of_device_code():
     from torch.profiler import ProfilerActivity, profile
 

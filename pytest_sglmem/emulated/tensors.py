@@ -228,9 +228,7 @@ def _install_tensor(patches: Patches, emulation: Emulation, moves: Moves) -> Non
 
     def set_grad(self: torch.Tensor, value: torch.Tensor | None) -> None:
         if isinstance(value, torch.Tensor) and value.device != self.device:
-            raise RuntimeError(
-                f"assigned grad has data located on a different device ({value.device}) than its tensor ({self.device})"
-            )
+            raise RuntimeError(_elsewhere(value.device, self.device))
         real_grad.__set__(self, value)
 
     patches.set(cls, "grad", property(real_grad.__get__, set_grad, real_grad.__delete__))
@@ -298,6 +296,21 @@ def _install_tensor(patches: Patches, emulation: Emulation, moves: Moves) -> Non
 
     patches.set(torch._C._nn, "_parse_to", _parse_to)
     _install_pinning(patches, emulation)
+
+
+def _elsewhere(gradient: torch.device, tensor: torch.device) -> str:
+    """What torch says of a gradient that is assigned from another device."""
+    if gradient.type == tensor.type:
+        one, other = (
+            f"located on device with index '{gradient.index}'",
+            f"located on device with index '{tensor.index}'",
+        )
+    else:
+        one, other = f"with device type '{gradient.type}'", f"with device type '{tensor.type}'"
+    return (
+        f"attempting to assign a gradient {one} to a tensor {other}. "
+        "Please ensure that the gradient and the tensor are on the same device"
+    )
 
 
 def _install_pinning(patches: Patches, emulation: Emulation) -> None:
