@@ -189,7 +189,8 @@ def test_trace(world, live_bytes):
         where = ["--master-addr=127.0.0.1", f"--master-port={port}"]
         with open(tmp_path / f"out.{node}", "w") as out:
             command = [sys.executable, "-m", "torch.distributed.run", *nodes, *where, *PYTEST, "-rfs"]
-            agents.append(subprocess.Popen(command, cwd=tmp_path, stdout=out, stderr=subprocess.STDOUT))
+            environ = {**os.environ, "TMPDIR": str(tmp_path)}  # agents leave a folder of logs there
+            agents.append(subprocess.Popen(command, cwd=tmp_path, env=environ, stdout=out, stderr=subprocess.STDOUT))
     try:
         statuses = [agent.wait(LIMIT) for agent in agents]
     finally:
@@ -277,7 +278,7 @@ def test_the_documented_commands_for_slurm(tmp_path, program):
         (tmp_path / name).chmod(0o700)
     path = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     variables = {"SLURM_JOB_ID": "7", "PYTEST_ADDOPTS": "-p no:cacheprovider --sglmem-device emulated"}
-    environ = {**os.environ, "PATH": path, **variables}
+    environ = {**os.environ, "PATH": path, "TMPDIR": str(tmp_path), **variables}
     done = subprocess.run(
         ["bash", "-c", command], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=LIMIT
     )
