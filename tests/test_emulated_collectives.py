@@ -107,6 +107,24 @@ def test_results(world):
     assert (first["batch_isend_irecv"], second["batch_isend_irecv"]) == ([10, 11, 12, 13], [0, 1, 2, 3])
 
 
+def averages():
+    dist, rank = begin()
+    out = []
+    for asynchronously in (False, True):
+        half, given = torch.empty(2, device="cuda"), torch.arange(4, device="cuda", dtype=torch.float32) + 10 * rank
+        work = dist.reduce_scatter_tensor(half, given, op=dist.ReduceOp.AVG, async_op=asynchronously)
+        if asynchronously:
+            work.wait()
+        out.append(half.tolist())
+    dist.destroy_process_group()
+    return out
+
+
+def test_a_reduce_scatter_averages(world):
+    """gloo up to some torch sums instead, and says nothing."""
+    assert or_skip(world.run, averages) == [[[5, 6]] * 2, [[7, 8]] * 2]
+
+
 def names():
     dist, _ = begin()
     second = dist.new_group([0, 1], backend="gloo")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import inspect
 import sys
 import weakref
 from collections.abc import Callable
@@ -139,6 +140,10 @@ def _install_wait(patches: Patches, collectives: Collectives) -> None:
     patches.set(torch.distributed.Work, "wait", wait)
 
 
+def _shares(given: Any, size: int) -> Any:
+    return given / size if isinstance(given, torch.Tensor) else [one / size for one in given]
+
+
 def _is_group(value: Any) -> bool:
     return str(value._type()).endswith("ProcessGroup")
 
@@ -171,7 +176,7 @@ def install(patches: Patches, emulation: Emulation) -> None:
     if not torch.distributed.is_available():
         return
     c10d = torch.distributed.distributed_c10d
-    nccl = emulation.collectives.nccl
+    nccl, SUM = emulation.collectives.nccl, torch.distributed.ReduceOp.SUM
 
     def replace(name: str, make: Callable[[Any], Any]) -> None:
         real = getattr(c10d, name)
@@ -220,6 +225,30 @@ def install(patches: Patches, emulation: Emulation) -> None:
 
         return make
 
+    def averaging(real: Any) -> Any:
+        """Older gloo sums where a reduce_scatter shall average: here it always sums, and the average is made of it."""
+
+        signature = inspect.signature(real)
+
+        def reduce_scatter(*args: Any, **kwargs: Any) -> Any:
+            asked = signature.bind(*args, **kwargs).arguments
+            known = asked.get("group") or c10d._get_default_group()
+            if asked.get("op", SUM) != torch.distributed.ReduceOp.AVG or known.group_name not in nccl:
+                return real(*args, **kwargs)
+            asked["op"] = SUM
+            if asked.get("async_op"):
+                name = "input_list" if "input_list" in asked else "input"
+                asked[name] = _shares(asked[name], known.size())
+                return real(**asked)
+            real(**asked)
+            asked["output"].div_(known.size())
+            return None
+
+        return reduce_scatter
+
+    for name in ("reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single", "_reduce_scatter_base"):
+        if hasattr(c10d, name):
+            replace(name, averaging)
     replace("init_process_group", init_process_group)
     replace("new_group", new_group)
     replace("get_backend", get_backend)
