@@ -59,16 +59,18 @@ class Samples:
 class Appends:
     """`times` appends in two windows of `length`. After `run`:
 
-    `windows`: the samples of each; `pause_before`, `pause_after`: seconds of a full collection, the quickest of
-    `passes` or more. Where the first window grew, `new`: ids of what the second left; `walked`: objects that the last
-    collection walked.
+    `windows`: the samples of each; `end`: appends made; `pause_before`, `pause_after`: seconds of a full collection,
+    the quickest of `passes` or more. Where the first window grew, `new`: ids of what the second left; `lengths`: of
+    bounded containers before it, by id; `walked`: objects that the last collection walked.
     """
 
     def __init__(self, times: int, clock: Callable[[], float], ignored: Sequence[str] = (), *, passes: int = 1) -> None:
         self.length = times // 2
         self.warmup = max(1, times // 10) + times % 2
         self.windows = (Samples(_SAMPLES + _DRAINS + 2), Samples(_SAMPLES + _DRAINS + 2))
+        self.end = self.warmup + 2 * self.length
         self.new = array("Q")
+        self.lengths: dict[int, int] = {}
         self.pause_before = self.pause_after = 0.0
         self.walked = self._own = 0  # `_own`: bytes of what is noted here
         self._young: tuple[dict[str, int], dict[str, int]] = ({}, {})  # types, frozen ones aside, at the first's ends
@@ -89,7 +91,7 @@ class Appends:
         if grew:
             self._second(call)
         self.pause_after = heap.settle(self._clock, passes=self._passes)
-        self._sample(self.warmup + 2 * self.length, heap.comparable(self._ignored), self.windows[1])
+        self._sample(self.end, heap.comparable(self._ignored), self.windows[1])
         if grew:
             self.walked = heap.walked()
             self._note(self._all[1])
@@ -117,11 +119,17 @@ class Appends:
         known = heap.comparable(self._ignored)
         self._sample(middle, known, *self.windows)
         self._note(self._all[0])
+        self.lengths.update(heap.lengths())
         with self._set_aside() as aside:
             aside.begin()
             old = heap.walked()
             self._window(call, middle, self.windows[1], aside, known, True)
             self.new = heap.newest(old)
+
+    def rises(self) -> tuple[int, int]:
+        """Objects that each window added."""
+        first, second = (window.objects() for window in self.windows)
+        return first[-1][1] - first[0][1], second[-1][1] - second[0][1]
 
     def by_type(self) -> dict[str, float]:
         """What stays an append by full type name, in the lesser of the windows. Empty where the first did not grow."""
@@ -204,14 +212,14 @@ class Caller:
 
     def __init__(self, append: Append) -> None:
         self._append = append
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self.loop: asyncio.AbstractEventLoop | None = None
 
     def __enter__(self) -> Append:
         return self._call
 
     def __exit__(self, *_: object) -> None:
-        if self._loop is not None:
-            _close(self._loop)
+        if self.loop is not None:
+            _close(self.loop)
 
     def _call(self, i: int) -> None:
         result = self._append(i)
@@ -221,18 +229,18 @@ class Caller:
     def _run(self, coroutine: Coroutine[object, object, object]) -> None:
         import asyncio
 
-        if self._loop is None:
+        if self.loop is None:
             try:
                 asyncio.get_running_loop()
             except RuntimeError:
-                self._loop = asyncio.new_event_loop()
+                self.loop = asyncio.new_event_loop()
             else:
                 coroutine.close()
                 raise RuntimeError(
                     "appends that are coroutine functions run in a loop of their own: "
                     "call this from a plain test function, not from a coroutine"
                 )
-        self._loop.run_until_complete(coroutine)
+        self.loop.run_until_complete(coroutine)
 
 
 def _close(loop: asyncio.AbstractEventLoop) -> None:

@@ -17,12 +17,14 @@ import sys
 import time
 import types
 from array import array
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from itertools import compress, repeat
 from operator import is_
+from typing import NamedTuple, cast
 
 _collect, _enable, _disable, _objects, _frozen = gc.collect, gc.enable, gc.disable, gc.get_objects, gc.get_freeze_count
 _freeze, unfreeze = gc.freeze, gc.unfreeze
@@ -33,6 +35,7 @@ _BARE = 2000  # fewer frozen objects are CPython's own: 3.12 sets immortal ones 
 _PASSES = 8  # a tuple in a tuple is untracked one pass after its content; deeper nests than this are rare
 _CHUNK = 1024  # objects that are looked at twice while they are in the processor's cache
 _FEW = 30_000  # frozen objects that are asked for every time: 0.1 us each, once they have left the processor's cache
+_LRU = type(lru_cache(lambda: None))
 _POINTER = struct.calcsize("P")
 
 
@@ -62,6 +65,38 @@ def _comparable(objects: Sequence[object], ignored: Sequence[str]) -> int:
     kinds, surplus = _census(objects)
     hidden = sum(n for kind, n in kinds.items() if matches(full_name(kind), ignored)) if ignored else 0
     return len(objects) - surplus - hidden
+
+
+def comparable_of(ids: Collection[int], ignored: Sequence[str] = ()) -> int:
+    """The same of the live objects with these ids."""
+    return _comparable([item for item in _objects() if id(item) in ids], ignored)
+
+
+class Room(NamedTuple):
+    """A container that stops growing by itself: entries held, and at most."""
+
+    held: int
+    most: int
+
+
+def room(item: object) -> Room | None:
+    """Of a deque with a maxlen and of a functools.lru_cache with a maxsize. None for all else: where the code around a
+    container keeps the bound, it cannot be known.
+    """
+    if issubclass(type(item), deque):
+        ring = cast("deque[object]", item)
+        most = deque.maxlen.__get__(ring)  # of the base: a subclass may answer by code of its own
+        return None if most is None else Room(deque.__len__(ring), most)
+    if type(item) is _LRU:
+        info = item.cache_info()
+        return None if info.maxsize is None else Room(info.currsize, info.maxsize)
+    return None
+
+
+def lengths() -> dict[int, int]:
+    """Entries of each live container that has `room`, by its id."""
+    found = ((id(item), room(item)) for item in _objects() if issubclass(type(item), (deque, _LRU)))
+    return {which: known.held for which, known in found if known is not None}
 
 
 def bound_to(owner: object) -> int:
@@ -135,13 +170,13 @@ def set_aside(ignored: Sequence[str] = ()) -> Iterator[SetAside]:
     Does nothing where the application froze its heap (thawing would thaw that too), nor where an interpreter lists
     frozen objects as live, which is seen by its doing so.
     """
-    aside, lived = SetAside(ignored), len(_objects())
+    aside = SetAside(ignored)
     if application_froze():
         yield aside
         return
     _freeze()
     try:
-        if len(_objects()) > lived // 2:
+        if aside.listed():
             unfreeze()
         yield aside
     finally:
@@ -166,6 +201,10 @@ class SetAside:
         self._set_mark()
         self._begun = self._count(True)  # no keyword: before 3.11 such a call makes an object
         self._changing = True  # until an answer is like the one before
+
+    def listed(self) -> bool:
+        """Whether this object, which was frozen, is listed as live."""
+        return bool(self._list(_objects()) & 1)
 
     def rise(self, ask: bool = True) -> int:
         """How many more. `ask`: whether this must be exact, also where that costs."""

@@ -18,9 +18,12 @@ import sys
 import sysconfig
 import tracemalloc
 import types
-from collections import deque
-from collections.abc import Collection, Iterable, Iterator
+from collections import Counter, deque
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import NamedTuple, TypeGuard, TypeVar
+
+from . import heap
 
 T = TypeVar("T")
 
@@ -34,7 +37,8 @@ _MOST = 3  # growers that are named
 _SHARE = 0.1  # of the new objects: a grower with less is not worth a line
 
 
-class _Grower(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class _Grower:
     level: int
     holder: object
     child: object
@@ -46,31 +50,92 @@ class _Root(NamedTuple):
     value: object
 
 
-def growers(new: Collection[int], append: object = None) -> tuple[str, ...]:
-    """Chains from a root to what holds the objects whose ids are in `new`, the largest grower first.
+def search(new: Collection[int], append: object = None, loop: object = None) -> Search:
+    """Look for what holds the objects whose ids are in `new`.
 
-    `append` is one more root: the function under test and what it closes over.
+    `append` is one more root, the function under test and what it closes over; `loop` another, in which it runs.
     """
-    search = _Search(frozenset(new), [*_frames(), _Root("append", append), *_modules()])
-    search.run()
+    found = Search(frozenset(new), [*_frames(), _Root("append", append), _Root("its event loop", loop), *_modules()])
+    found.run()
+    return found
+
+
+def growers(search: Search) -> tuple[str, ...]:
+    """Chains from a root to what holds the new objects, the largest grower first."""
     best = sorted(search.found, key=lambda grower: -grower.objects)[:_MOST]
-    lines = [search.chain(grower) for grower in best if grower.objects >= _SHARE * len(new)]
+    lines = [search.chain(grower) for grower in best if grower.objects >= _SHARE * len(search.new)]
     return tuple(lines or list(_unrooted(search.new)))  # not tuple(generator): get_referrers would see it unfinished
 
 
-class _Search:
-    """Breadth first over what is tracked. `levels[k]`: the old objects k references away from a root."""
+def futures(new: Collection[int]) -> str:
+    """Where the tasks and futures whose ids are in `new` were made, the most frequent places; empty where untold."""
+    asyncio = sys.modules.get("asyncio")
+    if asyncio is None:
+        return ""
+    wanted = frozenset(new)
+    left = (item for item in gc.get_objects() if _is(item, asyncio.Future) and id(item) in wanted)
+    places = Counter((type(item).__name__, place) for item in left if (place := _made(item)))
+    return ", ".join(f"{kind} made at {place}" for (kind, place), _ in places.most_common(_MOST))
 
-    def __init__(self, new: frozenset[int], roots: list[_Root]) -> None:
+
+class Filling(NamedTuple):
+    """`holders`: chains to containers that a bound will stop; `behind`: ids of what only they hold; `share`: how much
+    of that made them longer, where the rest took the place of something.
+    """
+
+    holders: tuple[str, ...]
+    behind: frozenset[int]
+    share: float
+
+
+def filling(every: Search, lengths: Mapping[int, int]) -> Filling:
+    """What of the new objects hangs from nothing but containers that will stop growing by themselves (`heap.room`).
+    What else holds, too, is not behind them. `lengths`: their lengths by id before the new objects came.
+    """
+    longer = {grower: share for grower in every.found if (share := _longer(grower.holder, every.new, lengths))}
+    if not longer:
+        return Filling((), frozenset(), 0.0)
+    shut = frozenset(id(grower.holder) for grower in longer)
+    beside = Search(every.new, [root for root in every.roots if id(root.value) not in shut], shut)
+    beside.run()
+    largest = sorted(longer, key=lambda grower: -grower.objects)
+    chains = tuple(f"{every.chain(grower)}, {_fullness(grower.holder)}" for grower in largest[:_MOST])
+    share = sum(grower.objects * longer[grower] for grower in longer) / sum(grower.objects for grower in longer)
+    return Filling(chains, frozenset(every.reached - beside.reached), share)
+
+
+def _longer(holder: object, new: frozenset[int], lengths: Mapping[int, int]) -> float:
+    """Which share of a bounded container's new entries made it longer; 0 where it has no bound or is no longer."""
+    room = heap.room(holder)
+    if room is None:
+        return 0.0
+    parts = _parts(holder)
+    entries = room.held * sum(id(part) in new for part in parts) / max(len(parts), 1)
+    grown = room.held - lengths[id(holder)] if id(holder) in lengths else entries * (room.held < room.most)
+    return min(grown / entries, 1.0) if grown > 0 and entries else 0.0
+
+
+def _fullness(holder: object) -> str:
+    room = heap.room(holder)
+    return f"{room.held:,} of at most {room.most:,} held" if room else ""
+
+
+class Search:
+    """Breadth first over what is tracked. `levels[k]`: the old objects k references away from a root; `reached`: ids of
+    the new ones; `shut`: ids of what is not looked into.
+    """
+
+    def __init__(self, new: frozenset[int], roots: list[_Root], shut: frozenset[int] = frozenset()) -> None:
         self.new = new
         self.roots = roots
         self.levels: list[list[object]] = [[root.value for root in roots]]
         self.found: list[_Grower] = []
-        self._reached: set[int] = set()
-        self._seen = {id(item) for item in (self, self.roots, self.levels, self.found, *self.levels[0])}
+        self.reached: set[int] = set()
+        self._seen = {id(item) for item in (self, self.roots, self.levels, self.found, *self.levels[0])} | shut
 
     def run(self) -> None:
-        while self.levels[-1] and len(self._reached) < len(self.new):
+        """Go down until all that is new is reached, or nothing is left to look into."""
+        while self.levels[-1] and len(self.reached) < len(self.new):
             below: list[object] = []
             self._seen.add(id(below))
             level = self.levels[-1]
@@ -96,22 +161,23 @@ class _Search:
         """Add up the new objects behind this holder that nobody before it reached."""
         child, count = None, 0
         for item in _parts(holder):
-            if id(item) in self.new and id(item) not in self._reached:
+            if id(item) in self.new and id(item) not in self.reached:
                 child, count = item, count + self._flood(item)
         if count:
             self.found.append(_Grower(len(self.levels) - 1, holder, child, count))
 
     def _flood(self, item: object) -> int:
-        before, waiting = len(self._reached), [item]
-        self._reached.add(id(item))
+        before, waiting = len(self.reached), [item]
+        self.reached.add(id(item))
         while waiting:
             for part in _parts(waiting.pop()):
-                if id(part) in self.new and id(part) not in self._reached:
-                    self._reached.add(id(part))
+                if id(part) in self.new and id(part) not in self.reached:
+                    self.reached.add(id(part))
                     waiting.append(part)
-        return len(self._reached) - before
+        return len(self.reached) - before
 
     def chain(self, grower: _Grower) -> str:
+        """The way from a root to what the grower holds, as text."""
         path = [grower.holder]
         for level in range(grower.level - 1, -1, -1):
             path.append(next(item for item in self.levels[level] if _holds(item, path[-1])))
