@@ -660,11 +660,23 @@ def test_threads_may_record_while_another_dumps(path):
 # restore
 
 
-def test_restore_gives_what_was_dumped_and_pauses_the_collector(history, path, monkeypatch):
+class Looks:
+    """Is restored as whether the collector was enabled then."""
+
+    def __reduce__(self):
+        return gc.isenabled, ()
+
+
+def test_restore_gives_what_was_dumped_and_pauses_the_collector(history, path):
     for number in range(5):
         history.record(*request_records.record(number))
     history.dump(path, extra={"k": "v"})
     assert CrashDumpHistory.restore(path) == load(path)
+    assert gc.isenabled()
+    history.record(Looks(), None, 0.0)
+    history.dump(path)
+    assert load(path)["requests"][-1][0] is True
+    assert CrashDumpHistory.restore(path)["requests"][-1][0] is False  # the collector, as it was while this was loaded
     assert gc.isenabled()
 
 
