@@ -59,7 +59,7 @@ def costs(rank: int, mib: float) -> list[tuple[str, float, float]]:
         "key": lambda: ulysses._key(send),
         "board.post": post,
         "board.agree": agree,
-        "view of the result": lambda: staging.mine[0].view(send.shape),
+        "view of the result": lambda: staging.mine[0].view_as(send),
         "chunks": lambda: send.view(2, -1).unbind(0),
         "memcpy here": lambda: driver.cuMemcpyDtoDAsync(here, source, size, stream),
         "memcpy to the peer": lambda: driver.cuMemcpyDtoDAsync(away, source, size, stream),
@@ -76,8 +76,8 @@ def costs(rank: int, mib: float) -> list[tuple[str, float, float]]:
     }
     timings = []
     for name, call in calls.items():
-        device, host = timed(call, CALLS, repeats=5)
-        timings.append((name, host * 1e3, device * 1e3))  # microseconds
+        on_device, on_host = timed(call, CALLS, repeats=5)
+        timings.append((name, on_host * 1e3, on_device * 1e3))  # microseconds
     ulysses._forget()
     return timings
 

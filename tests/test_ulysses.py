@@ -813,7 +813,7 @@ class ActsAtOnce:
     busy = 0
 
     @classmethod
-    def cuStreamQuery(cls, stream):
+    def cuEventQuery(cls, event):
         return (cls.busy,)
 
     @staticmethod
@@ -924,8 +924,9 @@ class Streams:
         self.put(stream, lambda: ctypes.memmove(to, source, size) is not None)
         return (0,)
 
-    def cuStreamQuery(self, stream):
-        return (600 if self.queues[stream] else 0,)
+    @staticmethod
+    def cuEventQuery(event):
+        return (0 if event.reached() else 600,)
 
     def cuEventRecord(self, event, stream):
         event.reached = self.behind(stream)

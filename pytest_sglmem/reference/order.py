@@ -113,6 +113,7 @@ class StreamOrder:
         )
         self._device = torch.cuda.current_device()
         self._fork, self._join = _event(), _event()
+        self._ends = (_event(), _event())  # of the last exchanges, by turns
         self._comm, self._beside = torch.cuda.Stream(), torch.cuda.Stream()
         self._look = _stream_of_its_own(driver)
         self._watch = Watch(self._arrived, self._let_go, board.limit)
@@ -131,10 +132,16 @@ class StreamOrder:
         """
         self._expect(message)
         stream = self._stream()
-        if self._aside_pays(route.chunk_bytes, stream):
-            return self._exchange_aside(route, send.data_ptr(), stream, message)
-        self._copy(route.ways, route.chunk_bytes, send.data_ptr(), stream)
-        self._signals.post_and_wait(stream, message)
+        if route.chunk_bytes >= self.aside_from:
+            self._exchange_aside(route, send.data_ptr(), stream, message)
+        elif route.chunk_bytes < self.aside_if_ahead_from:
+            self._exchange_in_line(route, send.data_ptr(), stream, message)
+        else:
+            end = self._ends[message % 2].cuda_event
+            ahead = self._driver.cuEventQuery(end)[0]  # not ready: of the exchange before the last
+            exchange = self._exchange_aside if ahead else self._exchange_in_line
+            exchange(route, send.data_ptr(), stream, message)
+            _ok(self._driver.cuEventRecord(end, stream))
 
     def aside(self) -> AbstractContextManager[object]:
         """The stream for copies that run beside the computation, behind what the current stream holds now."""
@@ -177,10 +184,9 @@ class StreamOrder:
         for rank, address in ways:
             _ok(copy(address, send + rank * chunk_bytes, chunk_bytes, stream))
 
-    def _aside_pays(self, chunk_bytes: int, stream: int) -> bool:
-        if chunk_bytes < self.aside_if_ahead_from:
-            return False
-        return chunk_bytes >= self.aside_from or bool(self._driver.cuStreamQuery(stream)[0])
+    def _exchange_in_line(self, route: Route, send: int, stream: int, message: int) -> None:
+        self._copy(route.ways, route.chunk_bytes, send, stream)
+        self._signals.post_and_wait(stream, message)
 
     def _exchange_aside(self, route: Route, send: int, stream: int, message: int) -> None:
         beside = self._beside.cuda_stream
