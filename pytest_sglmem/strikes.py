@@ -884,14 +884,12 @@ def _allocations(gate: Gate) -> contextlib.AbstractContextManager[object]:
     """
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    askers = _Askers()
+    askers, frame = _Askers(), sys._getframe
 
     class Allocations(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> object:
             kwargs = kwargs or {}
-            if gate.off or not _makes_tensor(func) or not _on_device(args, kwargs):
-                return func(*args, **kwargs)
-            if askers.harness(sys._getframe(1)):
+            if gate.off or not _makes_tensor(func) or not _on_device(args, kwargs) or askers.harness(frame(1)):
                 return func(*args, **kwargs)
             due = gate.reach()
             return gate.carry_out(due, func, args, kwargs) if due else func(*args, **kwargs)
@@ -905,11 +903,9 @@ def _makes_tensor(func: Any) -> bool:
 
 
 def _on_device(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    import torch
-
     asked = kwargs.get("device")
     if asked is not None:
-        return torch.device(asked).type == "cuda"
+        return asked.type == "cuda"  # a dispatch mode is given a torch.device, however it was spelled
     return any(_is_cuda(value) for value in itertools.chain(args, kwargs.values()))
 
 
