@@ -133,7 +133,7 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         "report",
         "FILE",
-        "write the session's report: .json or .html (repeatable)",
+        "write the session's report: .json, or .html (needs the extra html) (repeatable)",
         _ending(".json", ".html"),
         repeatable=True,
         is_path=True,

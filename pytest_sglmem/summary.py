@@ -246,7 +246,7 @@ def _step_text(check: LiveBytes, step: SlowStep) -> str:
 
 
 def _shape(check: LiveBytes, step: SlowStep) -> str:
-    return f" of {check['geometries'][step['step'] % len(check['geometries'])]}" if check["geometries"] else ""
+    return f" ({check['geometries'][step['step'] % len(check['geometries'])]})" if check["geometries"] else ""
 
 
 def _slowest_of_all(document: Document, width: int) -> Iterator[str]:

@@ -541,7 +541,8 @@ class World:
         if current.waiting and not problems and not current.raised:
             stacks.keep(Path(self._spec.artifacts), seen, self._processes)
             head = f"{ranks_text(tuple(current.waiting))} of {self.size} "
-            head += "wait for what cannot come" if current.stuck else f"gave no answer within {current.limit:g} s"
+            waiting = "wait" if len(current.waiting) > 1 else "waits"
+            head += f"{waiting} for what cannot come" if current.stuck else f"gave no answer within {current.limit:g} s"
             told = stacks.silent_message(f"{head}, in {current.what}", seen, current.answers, ledgers)
             problems.append(RankSilent(told, current.waiting))
         return problems

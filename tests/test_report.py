@@ -344,7 +344,7 @@ class TestTerminal:
         assert "full collection before 41.2 ms, after 388.9 ms" in text
         assert "fault ipc.export@rank=1=one-handle fired (rank 1: 14)" in text
         assert "rank 7: " in text
-        assert "slowest step: 1.250 s, rank 7, cycle 0, step 2 of 1x3072x24x128" in text
+        assert "slowest step: 1.250 s, rank 7, cycle 0, step 2 (1x3072x24x128)" in text
 
     def test_ranks_alike_share_a_line(self):
         made = sessions.verdict("flat", size=4)
