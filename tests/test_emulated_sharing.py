@@ -227,7 +227,8 @@ def test_past_a_thousand_exports_no_event_is_left():
 
 
 def test_a_killed_peer_leaves_its_count_and_no_file(ask):
-    before = set(os.listdir("/dev/shm"))
+    ours = tuple(f"torch_{pid}_" for pid in (os.getpid(), ask.process.pid))  # other tests have files of their own
+    before = {name for name in os.listdir("/dev/shm") if name.startswith(ours)}
     made = torch.zeros(MIB, dtype=torch.uint8, device="cuda")
     ask("open", value=reduce_tensor(made))
     os.kill(ask.process.pid, signal.SIGKILL)
@@ -235,7 +236,7 @@ def test_a_killed_peer_leaves_its_count_and_no_file(ask):
     del made
     torch.cuda.ipc_collect()
     assert torch.cuda.memory_allocated() == MIB
-    assert set(os.listdir("/dev/shm")) <= before
+    assert {name for name in os.listdir("/dev/shm") if name.startswith(ours)} <= before
 
 
 def test_every_file_is_closed_on_exit():
