@@ -342,6 +342,14 @@ print(torch.compile(double, backend="eager", fullgraph=True)(torch.ones(2)).toli
 """
 
 
+def test_nothing_is_left_in_the_temporary_folder(tmp_path):
+    """torch's compiler, which an emulation loads, makes a cache folder there as it is imported."""
+    code = "from pytest_sglmem import emulated_cuda\nwith emulated_cuda():\n    pass"
+    environment = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"}
+    subprocess.run([sys.executable, "-c", code], env=environment | {"TMPDIR": str(tmp_path)}, check=True)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_code_compiles_after_an_emulation_as_before():
     """What torch's compiler remembers by identity must be torch's own."""
     ran = subprocess.run([sys.executable, "-c", COMPILED_AFTERWARDS], capture_output=True, text=True, check=False)

@@ -10,7 +10,11 @@ is not there, which ends the process: that, and torch.export with it, raises Not
 from __future__ import annotations
 
 import contextlib
+import importlib
+import os
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -71,7 +75,18 @@ def eager() -> Iterator[None]:
 
     The compiler knows torch's functions by identity, so it is loaded (in 1 s) before any is replaced.
     """
-    import torch._dynamo
-
+    _load_compiler()
     with torch.compiler.set_stance("force_eager"):
         yield
+
+
+def _load_compiler() -> None:
+    """Its import makes an empty cache folder in the temporary one, which outlives the process: that goes again."""
+    place = "TORCHINDUCTOR_CACHE_DIR"
+    before = None if place in os.environ else set(Path(tempfile.gettempdir()).glob("torchinductor_*"))
+    importlib.import_module("torch._dynamo")
+
+    made = os.environ.get(place)
+    if before is not None and made is not None and Path(made) not in before:
+        with contextlib.suppress(OSError):  # somebody has put something there
+            Path(made).rmdir()
