@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import sites
 from .autograd import kept_by
+from .heap import application_froze
 from .links import FAULTS, is_a, is_module_dict, joined, last, links, locals_of, place, worded
 
 if TYPE_CHECKING:
@@ -128,7 +129,7 @@ class _Search:
     found: list[str] = field(default_factory=list)
 
     def run(self, graph_to: Path | None) -> None:
-        frozen = gc.get_freeze_count()
+        frozen = application_froze()
         rooted = self._look(graph_to, last_try=not frozen)
         if not rooted and frozen:
             with _thawed():

@@ -491,9 +491,9 @@ def test_what_only_cpp_holds():
 
 @pytest.fixture
 def freezing():
-    """The test may freeze the heap, which is as it was afterwards."""
-    assert not gc.get_freeze_count()
-    yield
+    """The test may freeze the heap, which is thawed afterwards. Gives what is not frozen yet: 3.12 starts with 375."""
+    gc.unfreeze()
+    yield gc.get_freeze_count() + 1000
     gc.unfreeze()
 
 
@@ -509,14 +509,14 @@ def test_a_holder_that_the_code_under_test_froze(module, freezing, early):
     where = address_of(lambda: module.ENGINE.store["k"])
     frozen = gc.get_freeze_count()
     assert chains_for_blocks([where]) == ("engine.ENGINE -> .store -> ['k'] -> Tensor",)
-    assert gc.get_freeze_count() >= frozen > 0
+    assert gc.get_freeze_count() >= frozen > freezing
 
 
 def test_a_heap_that_was_not_frozen_stays_so(module, freezing):
     module.STORE = {"k": torch.zeros(8)}
     assert chains_for_blocks([address_of(lambda: module.STORE["k"])])
     assert chains_for_blocks([1]) == ()
-    assert gc.get_freeze_count() == 0
+    assert gc.get_freeze_count() < freezing
 
 
 def test_the_search_of_a_frozen_heap_freezes_no_garbage_and_frees_none_that_was_frozen(freezing):
@@ -533,7 +533,7 @@ def test_the_search_of_a_frozen_heap_freezes_no_garbage_and_frees_none_that_was_
         fresh = garbage()
         assert chains_for_blocks([1]) == ()
         assert (fresh() is None, frozen() is None) == (True, False)
-        assert gc.get_freeze_count() > 0
+        assert gc.get_freeze_count() > freezing
     finally:
         (gc.enable if was_on else gc.disable)()
 
@@ -554,8 +554,8 @@ def test_the_heap_is_frozen_again_when_the_search_fails(module, freezing, monkey
     (said,) = chains_for_blocks([1])
     assert said == "the search for holders failed: MemoryError: no room"
     assert not is_holder(said)
-    assert looked[0] > looked[1] == 0
-    assert gc.get_freeze_count() > 0
+    assert looked[0] > freezing > looked[1]
+    assert gc.get_freeze_count() > freezing
 
 
 def test_nothing_over_the_block():

@@ -51,7 +51,7 @@ SIDEWAYS = {
     "ipc": {"ledger", "audit"},
     "faults": {"strikes"},  # the one circle: what a fault is, and what carries it out once armed
     "strikes": {"faults", "appends", "emulated", "objects"},
-    "holders": {"links", "autograd"},
+    "holders": {"links", "autograd", "heap"},
     "document": {"records"},
 }
 
