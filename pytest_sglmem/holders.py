@@ -420,7 +420,7 @@ class _Walk:
 
     def _holders(self, wanted: Mapping[int, int]) -> list[object]:
         if len(wanted) <= _FEW:
-            asked = [self._kept[one] for one in wanted.values()]
+            asked = tuple(self._kept[one] for one in wanted.values())  # from 3.13 on it is found among the holders
             self.skip.add(id(asked))
             holders = _get_referrers(*asked)
         else:

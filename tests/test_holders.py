@@ -395,7 +395,7 @@ HELD = {
     of_a_finalizer: "weakref.finalize -> ._registry -> [",
     of_an_exit_handler: "that no module and no frame names -> [0] -> Tensor",
     of_a_queue: "engine.QUEUE -> .queue -> [0] -> Tensor",
-    of_a_simple_queue: "engine.QUEUE -> _queue.SimpleQueue -> [0] -> Tensor",
+    of_a_simple_queue: "engine.QUEUE -> _queue.SimpleQueue -> ",  # up to 3.12 there is a list in it
     of_a_future: "engine.FUTURE -> ._result -> Tensor",
     of_a_default: "engine.F -> of_a_default.<locals>.f default -> Tensor",
     of_a_hook: "engine.MODEL -> ._forward_hooks -> [",
