@@ -28,6 +28,7 @@ import types
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +48,7 @@ _DEPTH = 16  # objects between a root and a tensor; longer chains say nothing to
 _WIDE = 400  # objects looked at a level
 _FEW = 8  # objects for which the collector is asked; it compares each reference with each of them
 _CHUNK = 512  # objects whose referents are asked for in one call
+_WAYS = 100  # from one object to targets, of which those that differ in more than keys are shown
 _ALIKE = 3  # of the things that one object refers to: how many are followed to a target
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _run, _monotonic = subprocess.run, time.monotonic
@@ -288,8 +290,9 @@ class _Walk:
     """From `targets` to what refers to them, a level at a time.
 
     Objects are known by their place in `kept`, so that nothing but that list refers to them: `came` is the place by
-    `id`, `_children` the places of what an object refers to, `_masks` the targets behind it, a bit each, `_above` the
-    way to a root of what one leads to. `named`: roots by `id`; `skip`: ids of what is not followed.
+    `id`, `_children` the places of what an object refers to, `_parents` of what refers to it, `_masks` the targets
+    behind it, a bit each, `_above` the way to a root of what one leads to. Targets come first and have no children.
+    `named`: roots by `id`; `skip`: ids of what is not followed.
     """
 
     def __init__(
@@ -298,7 +301,8 @@ class _Walk:
         self.named, self.deadline = named, deadline
         self.came: dict[int, int] = {}
         self._kept: list[object] = []
-        self._children: list[tuple[int, ...]] = []
+        self._children: list[list[int]] = []
+        self._parents: list[list[int]] = []
         self._masks: list[int] = []
         self._above: dict[int, int | None] = {}
         self._explained = 0
@@ -307,6 +311,7 @@ class _Walk:
         self.skip = {*skip, id(self._kept), id(targets), id(named)}
         for number, target in enumerate(targets):
             self._frontier.append(self._add(target, (), 1 << number))
+        self._targets = len(self._kept)
 
     def chains(self, limit: int) -> list[str]:
         """At most `limit` chains that differ in more than keys, the shortest first, until each target has one, itself
@@ -351,9 +356,7 @@ class _Walk:
                 mask |= self._masks[child]
             known = self.came.get(id(referrer))
             if known is not None:
-                if known in self._above:
-                    self._name([child for child in children if self._masks[child] & ~self._explained], known, limit)
-                self._masks[known] |= mask
+                level += self._linked(known, children, mask, limit)
                 continue
             at = self._add(referrer, children, mask)
             if _is_root(referrer, self.named):
@@ -363,11 +366,35 @@ class _Walk:
         self._frontier = level
 
     def _add(self, one: object, children: tuple[int, ...], mask: int) -> int:
-        self.came[id(one)] = len(self._kept)
+        at = self.came[id(one)] = len(self._kept)
         self._kept.append(one)
-        self._children.append(children)
+        self._children.append([])
+        self._parents.append([])
         self._masks.append(mask)
-        return len(self._kept) - 1
+        self._link(at, children)
+        return at
+
+    def _link(self, at: int, children: Sequence[int]) -> None:
+        fresh = [child for child in children if child not in self._children[at]]
+        self._children[at] += fresh
+        for child in fresh:
+            self._parents[child].append(at)
+
+    def _linked(self, known: int, children: tuple[int, ...], mask: int, limit: int) -> list[int]:
+        """Further ways down from a place that the walk has been at; gives the places from which it goes on for them."""
+        if known in self._above:
+            self._name([child for child in children if self._masks[child] & ~self._explained], known, limit)
+        if known >= self._targets:
+            self._link(known, [child for child in children if self._masks[child] & ~self._masks[known]])
+        tops, gaining = [], [known]
+        while gaining:
+            at = gaining.pop()
+            if mask & ~self._masks[at]:
+                self._masks[at] |= mask
+                gaining += self._parents[at]
+                if not self._parents[at] and at not in self._above:
+                    tops.append(at)
+        return tops
 
     def _reached(self, root: int, limit: int) -> None:
         if not self._masks[root] & ~self._explained:
@@ -389,19 +416,20 @@ class _Walk:
             above = self._above[above]
         for at in places:
             self._explained |= self._masks[at]
-            for path in self._paths(at):
+            for path in islice(self._paths(at), _WAYS):
                 if len(self._found) >= limit:
                     return
                 chain = worded([*upper, *path], self.named)
                 self._found.setdefault(pattern(chain), chain)
 
-    def _paths(self, at: int) -> Iterator[list[object]]:
+    def _paths(self, at: int, above: tuple[int, ...] = ()) -> Iterator[list[object]]:
         """Ways from an object to targets: of targets that it refers to itself a few, since they differ in keys."""
         if not self._children[at]:
             yield [self._kept[at]]
         targets = [child for child in self._children[at] if not self._children[child]]
-        for child in [*targets[:_ALIKE], *[one for one in self._children[at] if self._children[one]][:_ALIKE]]:
-            for path in self._paths(child):
+        others = [child for child in self._children[at] if self._children[child] and child not in above]
+        for child in [*targets[:_ALIKE], *others[:_ALIKE]]:
+            for path in self._paths(child, (*above, at)):
                 yield [self._kept[at], *path]
 
     def _referrers(self) -> list[tuple[object, tuple[int, ...]]]:
