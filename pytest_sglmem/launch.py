@@ -631,6 +631,8 @@ def serve(fd: str, folder: str, watched: str, path: str, *preload: str) -> None:
     del path  # the program's first line has taken it
     gc.disable()  # nothing of the imports is garbage, and every collection would touch every page
     server = _Server(socket.socket(fileno=int(fd)), Path(folder), _Watch(*json.loads(watched)))
+    # torch.distributed.nn makes a folder as it is imported, for the life of the process: in here it goes with the rest.
+    tempfile.tempdir = folder
     with server.importing():
         for name in preload:
             try:
@@ -641,6 +643,7 @@ def serve(fd: str, folder: str, watched: str, path: str, *preload: str) -> None:
             from .emulated.collectives import distributed_modules
 
             distributed_modules(len(sys.modules))
+    tempfile.tempdir = None
     # Ranks share these pages: a collection in a rank neither walks nor copies them. No collection before: it would
     # leave holes in them, which ranks then fill, a copied page for each (6 MB a rank more).
     gc.freeze()

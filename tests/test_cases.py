@@ -52,7 +52,7 @@ def test_case(path, tmp_path, pytestconfig):
     options = ["-p", "no:cacheprovider", "-rA", "--sglmem-artifacts", str(tmp_path)]
     options += ["--sglmem-device", pytestconfig.getoption("--sglmem-device") or "emulated"]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", str(path), *options, "--sglmem-report", str(report), *args],
+        [sys.executable, "-m", "pytest", "-p", "no:nose", str(path), *options, "--sglmem-report", str(report), *args],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
