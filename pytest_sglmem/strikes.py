@@ -480,7 +480,7 @@ def _release(opened: tuple[Any, ...]) -> None:
     """What torch does at a second open of one handle in one process: give the handle's count back at once."""
     import torch
 
-    torch.UntypedStorage._release_ipc_counter(opened[4], opened[5], device=opened[0])
+    torch.UntypedStorage._release_ipc_counter_cuda(opened[4], opened[5])
 
 
 def _open_corrupt(blow: Blow, call: Call) -> object:
