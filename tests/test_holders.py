@@ -406,7 +406,11 @@ HELD = {
     of_a_function_context: "engine.OUT -> Tensor.grad_fn -> KeepsBackward -> .cache -> ['k'] -> Tensor",
     of_the_context_behind_a_tensor: "engine.OUT -> .grad_fn -> KeepsBackward -> .cache -> ['k'] -> Tensor",
     of_a_packed_tensor: "engine.OUT -> Tensor.grad_fn -> MulBackward0._saved_other",
-    of_a_saved_tensor_that_changed: "engine.OUT -> Tensor.grad_fn -> MulBackward0._saved_other",
+    of_a_saved_tensor_that_changed: (
+        "engine.OUT -> Tensor.grad_fn -> MulBackward0._saved_other"
+        if hasattr(torch._C._autograd.SavedTensor, "data")
+        else NOBODY  # older torch shows what it saved only unpacked, and refuses what has changed
+    ),
     of_a_leaf_of_a_graph: "engine.OUT -> Tensor.grad_fn -> AccumulateGrad.variable",
     of_a_key_that_cannot_be_shown: "engine.STORE -> [<RaisingKey>] -> Tensor",
     of_an_object_that_lies_about_its_class: "engine.PROXY -> .block -> Tensor",

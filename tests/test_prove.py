@@ -389,6 +389,7 @@ class TestSmallSuites:
             pytester,
             """
             import pytest_sglmem
+            import torch._dynamo  # in older torch this import writes a file, which a fault could strike
 
             def test_traces_here(live_bytes):
                 with pytest_sglmem.emulated_cuda():
