@@ -202,10 +202,10 @@ class GcTracked:
             objects = windows.rate(first.objects(), second.objects(), per_append)
             held_by: tuple[str, ...] = ()
             if objects.growing:
-                search = roots.search(run.new, append, caller.loop)
-                objects = self._without_filling(objects, run, search, per_append)
-                held_by = roots.growers(search) if objects.growing else ()
-                del search  # it holds what it found
+                try:
+                    objects, held_by = self._looked_into(objects, run, per_append, append, caller.loop)
+                except Exception as error:  # whatever the objects do as they are looked at: the verdict has fallen
+                    held_by = (f"what is not found: {error!r}",)
             made = roots.futures(run.new) if objects.growing else ""
             leaks = self._awaits(append, call, run.end) if objects.growing else ""
         sizes = windows.rate(first.bytes(), second.bytes(), max_bytes or 0)
@@ -223,6 +223,14 @@ class GcTracked:
             "; ".join(filter(None, (objects.note, made, leaks, self._hid(changes)))),
         )
         return growth, run.walked
+
+    def _looked_into(
+        self, grew: windows.Rate, run: Appends, slack: float, append: Append, loop: object
+    ) -> tuple[windows.Rate, tuple[str, ...]]:
+        """The verdict without what a bound will stop, and who holds the rest."""
+        search = roots.search(run.new, append, loop)
+        grew = self._without_filling(grew, run, search, slack)
+        return grew, roots.growers(search) if grew.growing else ()
 
     def _without_filling(self, grew: windows.Rate, run: Appends, search: roots.Search, slack: float) -> windows.Rate:
         """The verdict without what made nothing but bounded containers longer. What is left must be more than a few

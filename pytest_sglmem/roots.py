@@ -178,11 +178,8 @@ class Search:
 
     def chain(self, grower: _Grower) -> str:
         """The way from a root to what the grower holds, as text."""
-        path = [grower.holder]
-        for level in range(grower.level - 1, -1, -1):
-            path.append(next(item for item in self.levels[level] if _holds(item, path[-1])))
-        path.reverse()
-        label = next(root.label for root in self.roots if root.value is path[0])
+        path = self._path(grower)
+        label = next((root.label for root in self.roots if root.value is path[0]), "...")
         links = list(_links([*path, grower.child]))
         if len(links) > _LONGEST:
             links[_LONGEST // 2 : -_LONGEST // 2] = [f"... {len(links) - _LONGEST} more ..."]
@@ -191,9 +188,34 @@ class Search:
         made = _made(grower.child)
         return " -> ".join([first, *rest, kind]) + (f" (made at {made})" if made else "")
 
+    def _path(self, grower: _Grower) -> list[object]:
+        """From a root down to the grower; from where it is known on, if something has let go of it meanwhile."""
+        path = [grower.holder]
+        for level in range(grower.level - 1, -1, -1):
+            above = _above(self.levels[level], path[-1])
+            if not above:
+                break
+            path += above
+        path.reverse()
+        return path
 
-def _holds(holder: object, item: object) -> bool:
-    return any(part is item for part in _parts(holder))
+
+def _above(level: list[object], item: object) -> list[object]:
+    """What of a level holds the item, nearest first: also through a dictionary of attributes, which an instance may
+    have been given since the search.
+    """
+    for holder in level:
+        parts = _parts(holder)
+        if _among(item, parts):
+            return [holder]
+        for part in parts:
+            if type(part) is dict and _own_dict(holder) is part and _among(item, _parts(part)):
+                return [part, holder]
+    return []
+
+
+def _among(item: object, parts: list[object]) -> bool:
+    return any(part is item for part in parts)
 
 
 def _is(item: object, kind: type[T] | tuple[type[T], ...]) -> TypeGuard[T]:

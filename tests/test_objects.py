@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import gc
 import logging
@@ -15,7 +16,7 @@ from collections import deque
 
 import pytest
 
-from pytest_sglmem import heap, pauses
+from pytest_sglmem import heap, pauses, roots
 from pytest_sglmem.objects import GcTracked, GrowthError
 
 HISTORY: list = []  # a module's own list: what chains from modules are tested with
@@ -684,6 +685,58 @@ def test_slots_are_named(tracked):
     slotted.items = []
     growth = grows(tracked, lambda i: slotted.items.append([i]))
     assert ".items -> [" in growth.held_by[0]
+
+
+class Two:
+    def __init__(self):
+        self.first, self.second, self.users = [], [], {0: [], 1: []}
+
+
+class SlottedTwo:
+    __slots__ = ("first", "second", "users")
+    __init__ = Two.__init__
+
+
+class Nested:
+    def __init__(self):
+        self.two = Two()
+        self.first, self.second, self.users = self.two.first, [], self.two.users
+
+
+@dataclasses.dataclass
+class Fields:
+    first: list = dataclasses.field(default_factory=list)
+    second: list = dataclasses.field(default_factory=list)
+    users: dict = dataclasses.field(default_factory=lambda: {0: [], 1: []})
+
+
+@pytest.mark.parametrize("kind", [Two, SlottedTwo, Nested, Fields])
+@pytest.mark.parametrize("materialised", [False, True])
+def test_several_attributes_of_one_instance_are_all_named(tracked, kind, materialised):
+    """Naming one makes the instance's attribute dictionary: the next one is two references away, not one."""
+    held = kind()
+    if materialised:
+        getattr(held, "__dict__", None)
+
+    def append(i):
+        held.first.append([i])
+        held.second.append([i])
+        held.users[i % 2].append([i])
+
+    chains = grows(tracked, append).held_by
+    assert all(chain.startswith("held in ") for chain in chains)
+    named = {name for name in (".first -> [", ".second -> [", ".users -> [") if any(name in text for text in chains)}
+    assert len(chains) == 3
+    assert len(named) >= 2  # four growers, of which three are named
+
+
+def test_an_error_while_holders_are_looked_for_does_not_hide_the_verdict(tracked, monkeypatch):
+    def fails(*_):
+        raise StopIteration
+
+    monkeypatch.setattr(roots, "search", fails)
+    assert grows(tracked, lambda i: HISTORY.append([i])).held_by == ("what is not found: StopIteration()",)
+    HISTORY.clear()
 
 
 def test_what_hangs_from_c_alone_has_its_nearest_holder_named(tracked):
