@@ -785,6 +785,9 @@ def _at_write(gate: Gate, patches: Patches, stack: contextlib.ExitStack) -> None
         return _open_gated(gate, real_open, file, mode, *args, **kwargs)
 
     patches.function("open", [io, importlib.import_module("_io"), builtins], lambda real: opens)
+    accessor = getattr(importlib.import_module("pathlib"), "_NormalAccessor", None)  # CPython 3.10 keeps `open` there
+    if accessor is not None:
+        patches.replace(accessor, "open", staticmethod(opens))
 
 
 def _opened_by_harness(frame: FrameType | None) -> bool:
