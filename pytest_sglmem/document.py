@@ -147,12 +147,14 @@ class ProofFault(TypedDict):
 class Proof(TypedDict):
     """What the proof runs showed. `score`: caught faults out of those that fired; None where none did.
 
-    `blind`: tests that pass while every step loses memory; `left_out`: runs that were not made, of `runs` that were.
+    `blind`: tests that pass while every step loses memory; `not_healed`: tests that fail when they run again without a
+    fault, so that what they caught does not count; `left_out`: runs that were not made, of `runs` that were.
     """
 
     score: float | None
     faults: list[ProofFault]
     blind: list[str]
+    not_healed: list[str]
     runs: int
     left_out: int
 

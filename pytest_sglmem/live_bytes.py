@@ -77,6 +77,7 @@ class LiveBytes:
         ignore_sites: Sequence[str] = (),
         artifacts: Path | None = None,
     ) -> None:
+        self.compared = False  # whether anybody asked for equal outputs
         self._record = record
         self._ignore_sites = tuple(ignore_sites)
         self._artifacts = artifacts
@@ -119,6 +120,7 @@ class LiveBytes:
         the two cannot be compared (other geometries, other worlds, a step that returns nothing to compare).
         """
         __tracebackhide__ = True
+        self.compared = True
         if a.geometries != b.geometries:
             raise ValueError(f"the traces ran over different geometries: {a.geometries!r} and {b.geometries!r}")
         if a.size != b.size:

@@ -123,6 +123,7 @@ class TestState:
         self.outputs: list[str] = []
         self.verdicts: dict[int, tuple[Trace, Verdict]] = {}
         self.growths: list[Growth] = []
+        self.judges: LiveBytes | None = None
         self.fired: dict[str, list[int]] = {}
         self.fired_here: dict[str, int] = {}
         self.outcome = "passed"
@@ -370,7 +371,8 @@ def live_bytes(request: pytest.FixtureRequest) -> LiveBytes:
         state.verdicts[id(trace)] = (trace, verdict)
 
     settings = request.config.stash[SESSION].settings
-    return LiveBytes(record, ignore_sites=settings.ignore_sites, artifacts=_artifacts(settings, item))
+    state.judges = LiveBytes(record, ignore_sites=settings.ignore_sites, artifacts=_artifacts(settings, item))
+    return state.judges
 
 
 @pytest.fixture

@@ -4,7 +4,9 @@ Everything here is plain data and pure functions; `prove.py` runs the tests. A `
 under none: the healing run). Its result, by examples: the fault `ipc.open=retain` and a `LeakError`: caught. The same
 and an `IndexError`: error, an unrelated crash proves nothing. The same and only the time limit: timeout. The fault
 fired and the test passed: survived; it never fired: not triggered. A memory test that passes under the forced leak is
-blind. A fault is caught when one test caught it; it survived when it fired somewhere and no test noticed.
+blind. A fault is caught when one test caught it, the forced leak when every memory test did; it survived when it fired
+somewhere and no test noticed. Who fails without a fault too has caught none: a test is run again clean before its
+faults and after them, and what it says counts only where it passes both times.
 """
 
 from __future__ import annotations
@@ -12,15 +14,18 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from types import MappingProxyType
 
 from .faults import Fault, parse
 
 FORCED = MappingProxyType({"live_bytes": "step=retain", "gc_tracked": "step@rank=pytest=keep-live"})
+AGAIN = "(no fault: again)"
 HEALED = "(no fault: healed)"
-# The worst first: a fault has the first of these that any of its runs has, unless one caught it.
-RESULTS = ("caught", "survived", "blind", "timeout", "error", "exempt", "not triggered")
+CLEAN = frozenset({AGAIN, HEALED})
+CANNOT = "cannot be run again"
+# A fault has the first of these that any of its runs has.
+RESULTS = ("blind", "caught", "survived", "timeout", "error", "exempt", "not triggered")
 LETTERS = MappingProxyType(
     {
         "caught": ".",
@@ -32,6 +37,7 @@ LETTERS = MappingProxyType(
         "not triggered": "-",
         "healed": "+",
         "not healed": "!",
+        CANNOT: "!",
     }
 )
 _LOST = frozenset({"leak", "growth", "contract", "outputs", "assertion"})
@@ -243,8 +249,8 @@ def _first_line(text: str) -> str:
 def fold(runs: Sequence[Run], *, left_out: int = 0) -> dict[str, object]:
     """The report's `proof`. The score is caught faults out of those that fired and are not exempt; None: none fired."""
     by_fault: dict[str, list[Run]] = {}
-    for run in runs:
-        if run.fault != HEALED:
+    for run in trusted(runs):
+        if run.fault not in CLEAN:
             by_fault.setdefault(run.fault, []).append(run)
     faults = [_folded(fault, its) for fault, its in by_fault.items()]
     verdicts = [fault["verdict"] for fault in faults]
@@ -253,6 +259,7 @@ def fold(runs: Sequence[Run], *, left_out: int = 0) -> dict[str, object]:
         "score": round(counted.count("caught") / len(counted), 4) if counted else None,
         "faults": faults,
         "blind": [run.nodeid for run in runs if run.result == "blind"],
+        "not_healed": [run.nodeid for run in runs if run.result in ("not healed", CANNOT)],
         "runs": len(runs),
         "left_out": left_out,
     }
@@ -260,30 +267,38 @@ def fold(runs: Sequence[Run], *, left_out: int = 0) -> dict[str, object]:
 
 def _folded(fault: str, runs: Sequence[Run]) -> dict[str, object]:
     results = {run.result for run in runs}
-    verdict = next(word for word in RESULTS if word in results)
-    if "blind" in results:
-        verdict = "survived"
     return {
         "fault": fault,
         "fired_in": [run.nodeid for run in runs if run.fired or run.result == "caught"],
         "caught_by": [run.nodeid for run in runs if run.result == "caught"],
-        "verdict": verdict,
+        "verdict": next(word for word in RESULTS if word in results),
     }
+
+
+def trusted(runs: Iterable[Run]) -> list[Run]:
+    """The runs, but that a test which fails without a fault too has caught none."""
+    runs = list(runs)
+    broken = {run.nodeid for run in runs if run.result in ("not healed", CANNOT)}
+    said = "the test fails without the fault too"
+    return [
+        replace(run, result="error", why=said) if run.result == "caught" and run.nodeid in broken else run
+        for run in runs
+    ]
 
 
 def unproven(runs: Iterable[Run]) -> list[Run]:
     """The runs that make the session fail: faults that no test noticed, blind tests, tests that did not heal."""
-    runs = list(runs)
+    runs = trusted(runs)
     caught = {run.fault for run in runs if run.result == "caught"}
     survived = [run for run in runs if run.result == "survived" and run.fault not in caught]
-    return [*survived, *(run for run in runs if run.result in ("blind", "not healed"))]
+    return [*survived, *(run for run in runs if run.result in ("blind", "not healed", CANNOT))]
 
 
 def repeat_command(runs: Sequence[Run], options: Sequence[str] = ()) -> str:
     """The one line that repeats these runs, all under one fault."""
     fault = runs[0].fault
-    texts = [] if fault == HEALED else [fault, *(one.text for one in beside(fault))]
-    injected = [word for text in texts for word in ("--sglmem-inject", text)]
+    texts = [] if fault in CLEAN else [fault, *(one.text for one in beside(fault))]
+    injected = [word for text in texts for word in ("--sglmem-inject", text)] or ["--sglmem-prove"]
     return shlex.join(["pytest", *dict.fromkeys(run.nodeid for run in runs), *injected, *options])
 
 
@@ -297,7 +312,9 @@ def table(runs: Sequence[Run], *, left_out: int = 0, options: Sequence[str] = ()
         fired, caught = fault["fired_in"], fault["caught_by"]
         assert isinstance(fired, list)
         assert isinstance(caught, list)
-        by = f": {_short(caught[0])}" + (f" and {len(caught) - 1} more" if caught[1:] else "") if caught else ""
+        named = proof["blind"] if fault["verdict"] == "blind" else caught if fault["verdict"] == "caught" else []
+        assert isinstance(named, list)
+        by = f": {_short(named[0])}" + (f" and {len(named) - 1} more" if named[1:] else "") if named else ""
         lines.append(f"{fault['fault']:<{wide}}  {len(fired):>8}  {len(caught):>9}  {fault['verdict']}{by}")
     for group in _holes(runs):
         first, where = group[0], ", ".join(_short(run.nodeid) for run in group)
@@ -311,8 +328,13 @@ def table(runs: Sequence[Run], *, left_out: int = 0, options: Sequence[str] = ()
 
 def _holes(runs: Sequence[Run]) -> list[list[Run]]:
     """What is wrong, and what proves nothing: grouped by result and fault, the gravest first."""
-    caught = {run.fault for run in runs if run.result == "caught"}
-    unclear = [run for run in runs if run.result in ("timeout", "error") and run.fault not in caught]
+    caught = {run.fault for run in trusted(runs) if run.result == "caught"}
+    broken = {run.nodeid for run in runs if run.result in ("not healed", CANNOT)}
+    unclear = [
+        run
+        for run in runs
+        if run.result in ("timeout", "error") and run.fault not in caught and run.nodeid not in broken
+    ]
     groups: dict[tuple[str, str], list[Run]] = {}
     for run in [*unproven(runs), *unclear]:
         groups.setdefault((run.result, run.fault), []).append(run)

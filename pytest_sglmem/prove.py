@@ -33,10 +33,12 @@ from . import proof
 from .faults import Fault, watch
 from .markers import exemptions, place
 from .options import Settings
-from .proof import HEALED, Clean, Failure, Run
+from .proof import AGAIN, CANNOT, CLEAN, HEALED, Clean, Failure, Run
 
 if TYPE_CHECKING:
     from .collector import Collector
+    from .live_bytes import LiveBytes
+    from .records import Trace, Verdict
     from .world import World
 
 _FIXTURES = frozenset({"world", "live_bytes", "gc_tracked"})
@@ -52,6 +54,8 @@ class Observed(Protocol):
     fired_here: dict[str, int]
     world: World | None
     world_entry: dict[str, object] | None
+    verdicts: dict[int, tuple[Trace, Verdict]]
+    judges: LiveBytes | None
 
 
 class Session(Protocol):
@@ -106,8 +110,9 @@ class Proof:
         state: Observed = item.stash[self._observed]
         world = state.world_entry or {}
         names = set(getattr(item, "fixturenames", ()))
-        if not world:
-            names.discard("live_bytes")  # it traces in this process, by the library, whose steps no fault reaches
+        compares_only = state.judges is not None and state.judges.compared and not state.verdicts
+        if not world or compares_only:  # it traces here, where no fault reaches the steps, or looks at no memory
+            names.discard("live_bytes")
         size = world.get("size", 0)
         assert isinstance(size, int)
         return Clean(
@@ -157,11 +162,13 @@ class Proof:
             Journal.remove(_folder(self._session.settings))
 
     def _done(self) -> int:
-        return sum(run.fault != HEALED for run in self.runs)
+        return sum(run.fault not in CLEAN for run in self.runs)
 
     def _prove_one(self, item: pytest.Item, clean: Clean, faults: Sequence[Fault], journal: Journal) -> None:
         """All runs of one test: known ones are taken over, the limit leaves the rest, the last one is clean."""
-        struck = False
+        failed, struck = journal.done.get((clean.nodeid, AGAIN)), False
+        if failed is not None:
+            self.runs.append(failed)
         for fault in faults:
             known = journal.done.get((clean.nodeid, fault.text))
             reason = proof.exemption(clean, fault)
@@ -169,15 +176,30 @@ class Proof:
                 self.runs.append(known)
             elif reason is not None:
                 self.runs.append(Run(clean.nodeid, fault.text, "exempt", 0, reason))
-            elif self._allowed is None or self._allowed > 0:
-                self._allowed = None if self._allowed is None else self._allowed - 1
-                self._keep(self._struck(item, clean, fault), journal)
-                struck = True
+            elif failed is None and self._allowed == 0:
+                continue
+            else:
+                if failed is None and not struck:
+                    failed, struck = self._clean_again(item, clean, journal), True
+                self._keep(self._struck(item, clean, fault) if failed is None else _not_struck(clean, fault), journal)
+                if failed is None and self._allowed is not None:
+                    self._allowed -= 1
         healed = journal.done.get((clean.nodeid, HEALED))
+        if failed is not None:
+            return
         if struck:
             self._keep(self._healed(item, clean), journal)
         elif healed is not None:
             self.runs.append(healed)
+
+    def _clean_again(self, item: pytest.Item, clean: Clean, journal: Journal) -> Run | None:
+        """The test once more before its faults: the run where it fails, for then no failure under a fault counts."""
+        failure, _, _ = self._again(item, clean, None)
+        if not failure.kinds:
+            return None
+        run = Run(clean.nodeid, AGAIN, CANNOT, 0, failure.text.partition("\n")[0])
+        self._keep(run, journal)
+        return run
 
     def _keep(self, run: Run, journal: Journal) -> None:
         self.runs.append(run)
@@ -258,7 +280,7 @@ class Proof:
         said = {(run.nodeid, run.fault) for run in self.runs}
         fresh = [run for run in done if (run.nodeid, run.fault) not in said]
         self.runs += fresh
-        self._left_out = max(0, self._left_out + total - sum(run.fault != HEALED for run in fresh))
+        self._left_out = max(0, self._left_out + total - sum(run.fault not in CLEAN for run in fresh))
         self.proved = self.proved or total > 0
 
     @pytest.hookimpl(tryfirst=True)
@@ -317,6 +339,10 @@ def _no_debugger(config: pytest.Config) -> Iterator[None]:
             manager.register(plugin, name)
 
 
+def _not_struck(clean: Clean, fault: Fault) -> Run:
+    return Run(clean.nodeid, fault.text, "error", 0, "the test cannot be run again")
+
+
 def _can_be_proven(item: pytest.Item) -> bool:
     names = set(getattr(item, "fixturenames", ()))
     return bool(names & _FIXTURES) and "inject" not in names and item.get_closest_marker("inject") is None
@@ -349,6 +375,10 @@ def _folder(settings: Settings) -> Path:
 def _print(config: pytest.Config, line: str) -> None:
     terminal = config.pluginmanager.get_plugin("terminalreporter")
     if terminal is not None:
+        terminal.ensure_newline()
+        writer = config.get_terminal_writer()
+        if writer.width_of_current_line:  # xdist's dots, which pytest's reporter does not know of
+            writer.line()
         terminal.write_line(line)
 
 

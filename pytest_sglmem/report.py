@@ -52,7 +52,7 @@ _OPTIONAL_LIVE_BYTES: dict[str, object] = {
 }
 _OPTIONAL_IPC: dict[str, object] = {"pairs": (), "note": ""}
 _OPTIONAL_IPC_FAULT: dict[str, object] = {"exporters": (), "stack": (), "open_sites": (), "advice": ""}
-_OPTIONAL_PROOF: dict[str, object] = {"blind": (), "runs": 0, "left_out": 0}
+_OPTIONAL_PROOF: dict[str, object] = {"blind": (), "not_healed": (), "runs": 0, "left_out": 0}
 _OPTIONAL_GC: dict[str, object] = {"times": 0, "windows": (), "bytes_per_append": None, "per_append": 0, "note": ""}
 
 

@@ -144,11 +144,13 @@ def proof_lines(proof: Proof | None, *, listed: bool = False) -> Iterator[str]:
     caught = sum(fault["verdict"] == "caught" for fault in proof["faults"])
     score = "none fired" if proof["score"] is None else f"score {proof['score']:.0%}"
     blind = f", {len(proof['blind'])} BLIND!" if proof["blind"] else ""
+    not_healed = f", {len(proof['not_healed'])} NOT HEALED!" if proof["not_healed"] else ""
     left_out = f", {proof['left_out']} runs left out" if proof["left_out"] else ""
-    yield f"proof: {caught} of {len(proof['faults'])} faults caught, {score}{blind}{left_out}"
+    yield f"proof: {caught} of {len(proof['faults'])} faults caught, {score}{blind}{not_healed}{left_out}"
     if listed:
-        for fault in sorted(proof["faults"], key=lambda fault: fault["verdict"] != "survived"):
-            word = "SURVIVED!" if fault["verdict"] == "survived" else fault["verdict"]
+        holes = ("survived", "blind")
+        for fault in sorted(proof["faults"], key=lambda fault: fault["verdict"] not in holes):
+            word = f"{fault['verdict'].upper()}!" if fault["verdict"] in holes else fault["verdict"]
             yield f"  {word:<14} {fault['fault']}"
 
 

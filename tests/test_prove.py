@@ -16,6 +16,7 @@ import pytest
 from pytest_sglmem.faults import POINTS, parse
 from pytest_sglmem.proof import (
     CANDIDATES,
+    CANNOT,
     HEALED,
     Clean,
     Failure,
@@ -189,7 +190,7 @@ class TestFold:
     def test_one_verdict_a_fault(self):
         proof = fold(self.RUNS, left_out=4)
         assert {one["fault"]: one["verdict"] for one in proof["faults"]} == {
-            "step=retain": "survived",
+            "step=retain": "blind",
             "ipc.open=retain": "caught",
             "ipc.open=corrupt": "survived",
             "gc.enable=skip": "exempt",
@@ -217,6 +218,17 @@ class TestFold:
         broken = Run("a::t1", HEALED, "not healed", 0, "LeakError: x")
         assert unproven([broken]) == [broken]
         assert unproven([run for run in self.RUNS if run.result in ("timeout", "error", "exempt")]) == []
+
+    @pytest.mark.parametrize("said", ["not healed", CANNOT])
+    def test_who_fails_without_a_fault_too_has_caught_none(self, said):
+        runs = [
+            Run("a::t1", "ipc.open=retain", "caught", 3, "leak"),
+            Run("a::t2", "ipc.open=retain", "survived", 2, "fired 2 times, passed"),
+            Run("a::t1", HEALED, said),
+        ]
+        proof = fold(runs)
+        assert (proof["score"], proof["not_healed"], proof["faults"][0]["verdict"]) == (0.0, ["a::t1"], "survived")
+        assert [run.result for run in unproven(runs)] == ["survived", said]
 
     def test_the_table_says_how_to_repeat_each_hole(self):
         lines = "\n".join(table(self.RUNS, left_out=2, options=["--sglmem-seed=3"]))
@@ -297,7 +309,7 @@ class TestSmallSuites:
         assert "exempt: pickle.dumps=keep-live in test_it.py::test_keeps_bytes: counts nothing, on purpose" in said
         proof = self.report(pytester)["proof"]
         assert proof["blind"] == ["test_it.py::test_keeps_bytes"]
-        assert {one["verdict"] for one in proof["faults"]} == {"survived", "exempt"}
+        assert {one["verdict"] for one in proof["faults"]} == {"blind", "exempt"}
 
     def test_exempt_from_everything(self, pytester):
         result = self.prove(pytester, EYELESS.replace('"pickle.dumps", ', ""))
@@ -415,7 +427,7 @@ class TestSmallSuites:
             """
         )
         self.prove(pytester, HISTORY.replace("(gc_tracked)", "(gc_tracked, made)"))
-        assert (pytester.path / "made").read_text() == "x" * 5  # the clean run, 3 faults, the healing
+        assert (pytester.path / "made").read_text() == "x" * 6  # the clean run, again, 3 faults, the healing
 
     def test_not_healed_fails_the_session(self, pytester):
         result = self.prove(
@@ -426,11 +438,38 @@ class TestSmallSuites:
             def test_poisoned(gc_tracked):
                 runs.append(1)
                 gc_tracked.assert_flat(lambda i: None, times=10)
-                assert len(runs) < 3
+                assert len(runs) < 4  # clean, again, the one fault
             """,
         )
         assert result.ret == 1
+        assert outline(result)[1] == "proof [1/1] test_it.py::test_poisoned .!"
         assert any(line.startswith("NOT HEALED: (no fault: healed)") for line in result.outlines)
+        proof = self.report(pytester)["proof"]
+        assert (proof["score"], proof["not_healed"]) == (0.0, ["test_it.py::test_poisoned"])
+
+    def test_one_that_cannot_be_run_again_catches_nothing(self, pytester):
+        result = self.prove(
+            pytester,
+            """
+            import pickle
+
+            runs = []
+
+            def test_once(gc_tracked):
+                runs.append(1)
+                kept = []
+                gc_tracked.assert_flat(lambda i: kept.append(pickle.dumps([i])), times=10)
+                assert len(runs) == 1
+            """,
+        )
+        assert result.ret == 1
+        assert outline(result)[1] == "proof [3/3] test_it.py::test_once !EEE"
+        assert "CANNOT BE RUN AGAIN: (no fault: again) in test_once: AssertionError: assert 2 == 1" in result.outlines
+        assert "  pytest test_it.py::test_once --sglmem-prove" in result.outlines
+        assert not outline(result)[2:]
+        proof = self.report(pytester)["proof"]
+        assert (proof["score"], proof["not_healed"]) == (0.0, ["test_it.py::test_once"])
+        assert {(one["verdict"], *one["caught_by"]) for one in proof["faults"]} == {("error",)}
 
     def test_warnings_of_struck_runs_are_not_shown(self, pytester):
         result = self.prove(
@@ -494,6 +533,39 @@ def test_interrupted_it_leaves_nothing_but_what_it_goes_on_from(pytester, worker
     assert len(left[0].read_text().splitlines()) == 1 + 4
 
 
+def test_who_only_compares_outputs_is_not_blind(pytester):
+    pytester.makepyfile(
+        test_it="""
+        import pytest
+
+        pytestmark = [pytest.mark.world(size=1), pytest.mark.survives("step=kill", reason="not of interest")]
+
+        def setup():
+            return lambda n: n
+
+        def test_flat(world, live_bytes):
+            live_bytes.assert_flat(world.trace(setup, [1], cycles=3))
+
+        def test_same(world, live_bytes):
+            live_bytes.assert_same_outputs(world.trace(setup, [1], cycles=3), world.trace(setup, [1], cycles=3))
+
+        def test_neither(world, live_bytes):
+            assert world.trace(setup, [1], cycles=3).cycles
+        """
+    )
+    result = pytester.runpytest_subprocess("--sglmem-prove", "--sglmem-device=emulated", "--sglmem-report=report.json")
+    assert result.ret == 1
+    proof = json.loads(Path("report.json").read_text())["proof"]
+    assert proof["blind"] == ["test_it.py::test_neither"]
+    assert proof["faults"][0] == {
+        "fault": "step=retain",
+        "fired_in": ["test_it.py::test_flat", "test_it.py::test_neither"],
+        "caught_by": ["test_it.py::test_flat"],
+        "verdict": "blind",
+    }
+    result.stdout.fnmatch_lines(["step=retain * 2 * 1  blind: test_neither", "proof: 0 of 2 faults caught*1 BLIND!"])
+
+
 class TestDownstream:
     """fixtures/downstream: the good suite is proven, the weak one is told what it misses."""
 
@@ -516,6 +588,7 @@ class TestDownstream:
         assert result.ret == 1
         assert proof["blind"] == ["test_exchange.py::test_it_runs", "test_history.py::test_history_keeps_requests"]
         survived = {one["fault"] for one in proof["faults"] if one["verdict"] == "survived"}
+        assert proof["faults"][0]["verdict"] == "blind"
         assert survived >= {
             *("ipc.export=one-handle", "ipc.open=retain", "ipc.open=duplicate", "ipc.open=corrupt", "ipc.collect=skip"),
             *("cuda.alloc@every=3=retain", "dist.barrier=skip", "pickle.dumps=keep-live"),

@@ -362,8 +362,10 @@ class TestTerminal:
         ]
 
     def test_proof_that_never_struck(self):
-        nothing = {"score": None, "faults": [], "blind": [], "runs": 0, "left_out": 3}
-        assert list(summary.proof_lines(nothing)) == ["proof: 0 of 0 faults caught, none fired, 3 runs left out"]
+        nothing = {"score": None, "faults": [], "blind": [], "not_healed": ["t"], "runs": 0, "left_out": 3}
+        assert list(summary.proof_lines(nothing)) == [
+            "proof: 0 of 0 faults caught, none fired, 1 NOT HEALED!, 3 runs left out"
+        ]
         assert list(summary.proof_lines(None)) == []
 
     def test_long_name_keeps_its_end(self):
