@@ -6,9 +6,12 @@ warning, an entry in the report, files in the artifacts folder. It also knows th
 
 from __future__ import annotations
 
+import gc
+import os
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import fields
 from pathlib import Path
 
@@ -27,33 +30,52 @@ class Unseen:
     """The traces of a test that nobody has looked at yet. To look is to judge one, or to read or save what it holds."""
 
     def __init__(self) -> None:
-        self._lines: dict[int, tuple[str, int]] = {}  # by the number of the trace, where it was made
+        self._traces: dict[int, tuple[str, int, weakref.ref[_Watched]]] = {}  # by number: where it was made, and it
         self._count = 0
 
     def watch(self, trace: Trace) -> Trace:
         """The same trace, which counts as not looked at until somebody reads its ranks. Called where it is made."""
         number, self._count = self._count, self._count + 1
-        self._lines[number] = user_line(1)
-        return _Watched.of(trace, lambda: self._lines.pop(number, None))
+        watched = _Watched.of(trace, lambda: self._traces.pop(number, None))
+        self._traces[number] = (*user_line(1), weakref.ref(watched))
+        return watched
 
-    def warn(self) -> None:
-        """An `UnjudgedTraceWarning` at the line of each trace that nobody has looked at."""
-        lines, self._lines = list(self._lines.values()), {}
-        for file, line in lines:
+    def warn(self, own: Collection[object] = ()) -> None:
+        """An `UnjudgedTraceWarning` at the line of each trace that nobody has looked at, nor can any more.
+
+        Who keeps one may look at it later, say a test after this one; `own`: what keeps but will not look.
+        """
+        if any(_kept(trace, own) for _, _, trace in self._traces.values()):
+            gc.collect()  # an exception that the test caught may keep its frames, until somebody collects
+        for file, line, trace in list(self._traces.values()):
+            if _kept(trace, own):
+                continue
             told = UnjudgedTraceWarning(
-                "nobody looked at this trace, so the test passes whatever leaks in it: "
-                "live_bytes.assert_flat(world.trace(...)) judges it"
+                f"nobody looked at this trace, so the test passes whatever leaks in it: made at {_from_here(file)}:"
+                f"{line}; live_bytes.assert_flat(world.trace(...)) judges it"
             )
             warnings.warn_explicit(told, None, file or "<unknown>", line)  # type: ignore[call-overload]
+        self._traces.clear()
+
+
+def _kept(trace: weakref.ref[_Watched], own: Collection[object]) -> bool:
+    """Whether somebody beside `own` holds the trace."""
+    one, nobody = trace(), object()
+    return sys.getrefcount(one) - sys.getrefcount(nobody) > sum(it is one for it in own) if one is not None else False
+
+
+def _from_here(file: str) -> str:
+    here = os.path.join(os.getcwd(), "")
+    return file.removeprefix(here)
 
 
 class _Watched(Trace):
     """A trace that tells when its ranks are read. To everybody else it is a plain `Trace`, a copy included."""
 
-    __slots__ = ("_tell",)
+    __slots__ = ("__weakref__", "_tell")
 
     @classmethod
-    def of(cls, trace: Trace, tell: Callable[[], object]) -> Trace:
+    def of(cls, trace: Trace, tell: Callable[[], object]) -> _Watched:
         made = cls(*[getattr(trace, one.name) for one in fields(Trace)])
         object.__setattr__(made, "_tell", tell)
         return made

@@ -355,7 +355,7 @@ def world(request: pytest.FixtureRequest) -> Iterator[World]:
             state.fired[fault] = list(fired)
         _audit(session, state, lent)
         if state.outcome == "passed":
-            unseen.warn()
+            unseen.warn(getattr(item, "funcargs", {}).values())
 
 
 @pytest.fixture

@@ -199,6 +199,10 @@ class Trace:
     versions: dict[str, str] = dataclasses.field(default_factory=dict)
     dead: tuple[int, ...] = ()
 
+    def __repr__(self) -> str:
+        """What was traced, without the numbers: those fill screens."""
+        return f"<Trace: {self.size} ranks, {self.cycles} cycles, warm-up {self.warmup}, steps {self.geometries!r}>"
+
     @property
     def size(self) -> int:
         """Ranks of the world."""

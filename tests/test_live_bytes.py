@@ -102,7 +102,7 @@ def made_at():
 def test_a_trace_that_nobody_looks_at_is_warned_of_at_its_line(unseen):
     unseen.watch(LEAK)
     line = made_at() - 1
-    with pytest.warns(UnjudgedTraceWarning, match="nobody looked at this trace") as given:
+    with pytest.warns(UnjudgedTraceWarning, match=rf"nobody looked .* made at .*test_live_bytes.py:{line};") as given:
         unseen.warn()
     assert [(one.filename, one.lineno) for one in given] == [(__file__, line)]
     unseen.warn()  # said once
@@ -132,8 +132,33 @@ def test_a_trace_that_somebody_looks_at_is_not(unseen, live_bytes, look):
 def test_what_lies_beside_the_numbers_is_no_look(unseen):
     watched = unseen.watch(LEAK)
     assert (watched.geometries, watched.warmup, watched.device) == (("g",), 1, "")
+    del watched
     with pytest.warns(UnjudgedTraceWarning):
         unseen.warn()
+
+
+def test_a_trace_that_somebody_keeps_may_be_looked_at_later(unseen):
+    kept = {"trace": unseen.watch(LEAK)}
+    unseen.warn()
+    assert kept["trace"] == LEAK
+
+
+def test_a_trace_that_only_its_own_test_keeps_is_warned_of(unseen):
+    funcargs = {"made": unseen.watch(LEAK), "world": object()}
+    with pytest.warns(UnjudgedTraceWarning):
+        unseen.warn(funcargs.values())
+
+
+def test_a_trace_that_only_a_cycle_keeps_is_warned_of(unseen):
+    cycle = [unseen.watch(LEAK)]
+    cycle.append(cycle)
+    del cycle
+    with pytest.warns(UnjudgedTraceWarning):
+        unseen.warn()
+
+
+def test_a_trace_is_shown_in_short():
+    assert repr(LEAK) == "<Trace: 1 ranks, 3 cycles, warm-up 1, steps ('g',)>"
 
 
 def test_a_watched_trace_is_a_trace_to_everybody(unseen):
