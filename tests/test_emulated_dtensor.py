@@ -84,6 +84,42 @@ def test_distributed_tensors(world):
         }
 
 
+def moved_about():
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    dist, _, mesh = begin()
+    sharded = distribute_tensor(torch.arange(8.0, device="cuda").reshape(4, 2), mesh, [Shard(0)])
+    host = sharded.to("cpu")
+    out = {
+        "itself": [one is sharded for one in (sharded.to("cuda"), sharded.to(device="cuda"), sharded.cuda())],
+        "copied": sharded.to("cuda", copy=True) is sharded,
+        "half": sharded.to("cuda", torch.float16),
+        "back": host.to("cuda"),
+        "cuda()": host.cuda(),
+        "like": host.to(sharded.to_local()),
+    }
+    for name in ("half", "back", "cuda()", "like"):
+        out[name] = (out[name].device.type, out[name].to_local().device.type, out[name].to_local().tolist())
+    for name, leaf, there in (("host", host, "cuda"), ("device", sharded, "cpu")):
+        leaf = leaf.detach().requires_grad_()
+        (leaf.to(there) * 3).sum().backward()
+        out[f"{name} gradient"] = (leaf.grad.device.type, leaf.grad.full_tensor().tolist())
+    dist.destroy_process_group()
+    return out
+
+
+def test_distributed_tensors_move_as_plain_ones_do_and_their_gradients_move_back(world):
+    for rank, out in enumerate(world.run(moved_about)):
+        mine = torch.arange(8.0).reshape(4, 2)[2 * rank : 2 * rank + 2].tolist()
+        assert out == {
+            "itself": [True] * 3,
+            "copied": False,
+            **dict.fromkeys(("half", "back", "cuda()", "like"), ("cuda", "cuda", mine)),
+            "host gradient": ("cpu", [[3.0] * 2] * 4),
+            "device gradient": ("cuda", [[3.0] * 2] * 4),
+        }
+
+
 def layers(wide):
     torch.manual_seed(0)
     return torch.nn.Sequential(*[torch.nn.Linear(wide, wide) for _ in range(2)]).cuda()
@@ -135,6 +171,27 @@ def test_fully_shard_trains_as_plain_training_does(world):
             "shard": (4, 8),
             "state": dict.fromkeys(("0.weight", "0.bias", "1.weight", "1.bias"), "cuda"),
         }
+
+
+def sharded_and_kept():
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+    from torch.distributed.fsdp import fully_shard
+
+    dist, _, mesh = begin()
+    model = layers(8)
+    before = model[0].weight.detach().clone()
+    fully_shard(model, mesh=mesh)
+    whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    devices = [model.to(there)[0].weight.device.type for there in ("cuda", "cpu", "cuda")]
+    same = torch.equal(model[0].weight.full_tensor(), before)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    out = torch.equal(whole["0.weight"], before), whole["0.weight"].device.type, devices, same, norm.item()
+    dist.destroy_process_group()
+    return out
+
+
+def test_a_sharded_model_moves_and_gives_its_whole_state(world):
+    assert world.run(sharded_and_kept) == [(True, "cuda", ["cuda", "cpu", "cuda"], True, 0.0)] * 2
 
 
 def sharded_memory():

@@ -258,6 +258,41 @@ def test_fake_tensors_are_torchs_own_and_count_nothing():
         assert torch.cuda.memory_allocated() == base
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: torch.empty(3).to("cuda"),
+        lambda: torch.empty(3, device="cuda:1").to(device="cuda"),
+        lambda: torch.empty(3).cuda(),
+        lambda: torch.empty(3, device="cuda").copy_(torch.empty(3)),
+        lambda: torch.empty(3, device="cuda").uniform_(0, 1),
+        lambda: torch.tensor([1.0], device="cuda"),
+        lambda: torch.as_tensor([1.0], device="cuda"),
+        lambda: torch.tensor([1.0]).to("cuda"),
+    ],
+)
+def test_fake_tensors_move_to_the_device_and_are_made_there(call):
+    with emulated_cuda(2), FakeTensorMode():
+        assert call().device == torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda fake: fake[0], "__getitem__ of a fake CUDA tensor"),
+        (lambda fake: fake.__setitem__(0, 1.0), "__setitem__ of a fake CUDA tensor"),
+        (lambda fake: ~fake.long(), "__invert__ of a fake CUDA tensor"),
+        (lambda fake: fake.nonzero(), "nonzero of a fake CUDA tensor"),
+    ],
+)
+def test_what_of_a_fake_tensor_cpp_cannot_do_says_its_name(call, said):
+    with emulated_cuda(), FakeTensorMode():
+        try:
+            call(torch.empty(3, device="cuda"))  # some builds can
+        except NotImplementedError as error:
+            assert said in str(error)
+
+
 def test_a_graph_made_of_fakes_says_cuda_and_one_of_real_tensors_is_refused():
     def doubled(x):
         return x * 2 + torch.ones(3, device="cuda")
@@ -277,6 +312,10 @@ def test_a_gradient_of_a_fake_is_refused_where_cpp_would_end_the_process():
         given = torch.ones(2, 3, device="cuda")
         with pytest.raises(NotImplementedError, match="a gradient of a fake CUDA tensor"):
             make_fx(linear, tracing_mode="fake")(given.requires_grad_())
+        with FakeTensorMode(), pytest.raises(NotImplementedError, match="a gradient of a fake CUDA tensor"):
+            torch.tensor([1.0], device="cuda", requires_grad=True)
+        with FakeTensorMode(), pytest.raises(NotImplementedError, match="a gradient of a fake CUDA tensor"):
+            torch.ones(3, requires_grad=True).to("cuda")
         with FakeTensorMode() as mode:
             assert mode.from_tensor(torch.ones(2, requires_grad=True)).requires_grad
 

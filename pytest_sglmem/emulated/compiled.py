@@ -20,10 +20,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._subclasses import FakeTensor, FakeTensorMode, fake_tensor
 
+from .dispatch import refused
 from .patches import Patches, named
 
 if TYPE_CHECKING:
     from . import Emulation
+
+GUARDED = ("__getitem__", "__setitem__", "__invert__", "__float__", "__int__", "__complex__", "nonzero", "new")
 
 
 def install(patches: Patches, emulation: Emulation) -> None:
@@ -59,6 +62,40 @@ def _install_fakes(patches: Patches, emulation: Emulation) -> None:
     patches.set(FakeTensorMode, "from_tensor", named(from_tensor, real_fake))
     patches.set(cls, "requires_grad_", named(requires_grad_, real_require))
     patches.set(cls, "requires_grad", property(required.__get__, set_requires_grad))
+    _install_guards(patches)
+
+
+def _install_guards(patches: Patches) -> None:
+    """Some of a tensor's methods make C++ select the tensor's device before anything else: a fake's is not there."""
+    real_copy, real_dispatch = FakeTensor.copy_, FakeTensorMode.dispatch
+
+    def copy_(self: FakeTensor, source: Any, non_blocking: bool = False) -> Any:
+        if not isinstance(source, torch.Tensor):
+            return real_copy(self, source, non_blocking)
+        return torch.ops.aten.copy_.default(self, source, non_blocking)
+
+    def refusing(real: Any, name: str) -> Any:
+        def method(self: FakeTensor, *args: Any) -> Any:
+            try:
+                return real(self, *args)
+            except RuntimeError as error:
+                raise refused(error, f"{name} of a fake CUDA tensor") from error
+
+        return named(method, real)
+
+    def dispatch(self: FakeTensorMode, func: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return real_dispatch(self, func, *args, **kwargs)
+        except RuntimeError as error:
+            raise refused(error, f"{func} of fake tensors") from error
+
+    patches.set(
+        FakeTensorMode, "avoid_device_init", property(lambda self: True)
+    )  # else it computes with constants there
+    patches.set(FakeTensor, "copy_", named(copy_, real_copy))
+    for name in GUARDED:
+        patches.set(FakeTensor, name, refusing(getattr(FakeTensor, name), name))
+    patches.set(FakeTensorMode, "dispatch", named(dispatch, real_dispatch))
 
 
 def no_fake_gradient() -> NotImplementedError:

@@ -186,9 +186,7 @@ class Accounting(TorchDispatchMode):
         try:
             return self._run(plan, func, args, kwargs or {})
         except RuntimeError as error:
-            if _NO_CUDA.search(str(error)):
-                raise NotImplementedError(f"{plan.name} is not emulated: it asks C++ for a CUDA device") from error
-            raise
+            raise refused(error, plan.name) from error
 
     def _run(self, plan: Plan, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         here = self._common(plan, args, kwargs)
@@ -407,6 +405,13 @@ class Accounting(TorchDispatchMode):
         finally:
             generator.set_state(default.get_state())
             default.set_state(before)
+
+
+def refused(error: RuntimeError, name: str) -> RuntimeError:
+    """What to raise where `name` raised `error`: a NotImplementedError where C++ knows no CUDA, else the error."""
+    if isinstance(error, NotImplementedError) or not _NO_CUDA.search(str(error)):
+        return error
+    return NotImplementedError(f"{name} is not emulated: it asks C++ for a CUDA device")
 
 
 def _mixed(plan: Plan, one: int, other: int) -> str:

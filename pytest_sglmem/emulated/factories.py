@@ -110,7 +110,10 @@ def _from_data(real: Callable[..., Any], emulation: Emulation, moves: Moves, cop
         if index == CPU:
             return made
         wants = made.requires_grad
-        made = moves.copy(made.detach(), index, made.dtype) if not copies else moves.adopt(made, index)
+        if wants and is_faking():
+            raise no_fake_gradient()
+        adopts = copies and not is_faking()
+        made = moves.adopt(made, index) if adopts else moves.copy(made.detach(), index, made.dtype)
         return made.requires_grad_(wants)
 
     return from_data

@@ -9,9 +9,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._subclasses import FakeTensor
 from torch.nn.parameter import is_lazy
 
 from . import factories, legacy, storages
+from .compiled import no_fake_gradient
 from .memory import CPU, PLAIN, Memory, Owned, storage_of
 from .patches import Patches, named
 
@@ -39,9 +41,7 @@ class Moves:
 
     def to(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """`Tensor.to` in all its spellings."""
-        if type(tensor).__torch_dispatch__ is not PLAIN:
-            return self._wrapper_to(tensor, *args, **kwargs)
-        if is_lazy(tensor):
+        if type(tensor).__torch_dispatch__ is PLAIN and is_lazy(tensor):
             with torch._C.DisableTorchFunctionSubclass():  # it lets torch's own pass, and knows them by identity
                 return self._move(tensor, *args, **kwargs)
         return self._move(tensor, *args, **kwargs)
@@ -49,32 +49,39 @@ class Moves:
     def _move(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         device, dtype, rest = spelled(args, kwargs)
         target = None if device is None else self._emulation.index_of(device)
-        if device is not None and target is None:
-            return self._to(tensor, device, dtype or tensor.dtype, **rest)
-        owned = self._memory.find(tensor)
-        here = CPU if owned is None else owned.index
         dtype = dtype or tensor.dtype
+        if device is not None and target is None:
+            return self._to(tensor, device, dtype, **rest)
+        here = self._here(tensor)
         if target is None or target == here:
             return self._to(tensor, dtype, **rest)
         rest.pop("copy", None)
-        if tensor.requires_grad and torch.is_grad_enabled():
+        if here is not None and tensor.requires_grad and torch.is_grad_enabled():
+            if isinstance(tensor, FakeTensor):
+                raise no_fake_gradient()
             return _Moved.apply(tensor, self, target, here, dtype, rest.get("memory_format", torch.preserve_format))
         return self.copy(tensor, target, dtype, **rest)
 
-    def _wrapper_to(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As `to`, of a class that sees operators itself: C++ knows of no move between what it takes for one device."""
+    def _here(self, tensor: torch.Tensor) -> int | None:
+        """The device a tensor is moved from; of a class that sees operators itself, the one it names."""
         owned = self._memory.find(tensor)
-        device, dtype, _ = spelled(args, kwargs) if owned is not None else (None, None, None)
-        target = None if device is None else self._emulation.index_of(device)
-        if owned is None or target is None or target == owned.index:
-            return self._to(tensor, *args, **kwargs)
-        where = torch.device("cpu") if target == CPU else self._memory.devices[target]
-        move = torch.ops.aten._to_copy.default
-        return self._emulation.aimed(target, move, tensor, dtype=dtype or tensor.dtype, device=where)
+        if owned is not None:
+            return owned.index
+        return CPU if type(tensor).__torch_dispatch__ is PLAIN else self._emulation.index_of(tensor.device)
 
     def copy(self, tensor: torch.Tensor, target: int, dtype: torch.dtype, **rest: Any) -> torch.Tensor:
         """A copy on `target`."""
-        return self._emulation.aimed(target, self._to, tensor, dtype, copy=True, **rest)
+        if type(tensor).__torch_dispatch__ is PLAIN:
+            return self._emulation.aimed(target, self._to, tensor, dtype, copy=True, **rest)
+        # it must see the move, and C++ knows of none between what it takes for one device
+        given = {} if rest.get("memory_format") in (None, torch.preserve_format) else rest
+        return self._emulation.aimed(
+            target, torch.ops.aten._to_copy.default, tensor, dtype=dtype, device=self.device_of(target), **given
+        )
+
+    def device_of(self, index: int) -> torch.device:
+        """The device of an index, as a tensor names it."""
+        return torch.device("cpu") if index == CPU else self._memory.devices[index]
 
     def adopt(self, tensor: torch.Tensor, index: int) -> torch.Tensor:
         """A tensor that nobody has seen yet belongs to `index`: no copy."""
@@ -98,8 +105,7 @@ class _Moved(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        where = torch.device("cpu") if ctx.here == CPU else torch.device("cuda", ctx.here)
-        return ctx.moves.to(grad, where, ctx.dtype), None, None, None, None, None
+        return ctx.moves.to(grad, ctx.moves.device_of(ctx.here), ctx.dtype), None, None, None, None, None
 
 
 def spelled(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
