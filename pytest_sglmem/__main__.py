@@ -2,7 +2,7 @@
 
     judge trace.json                 the verdict on a saved trace; status 1 for a leak
     show report.json [--html PAGE]   the summary of a report, in full; or its page
-    compare new.json baseline.json   what grew; status 1 where something did
+    compare new.json baseline.json   what grew; status 1 where something did, or where no test could be compared
 
 A wrong file or argument is one line on standard error and status 2. It runs no test.
 """
@@ -79,11 +79,14 @@ def _show(asked: argparse.Namespace) -> int:
 def _compare(asked: argparse.Namespace) -> int:
     new, baseline = report.load(asked.new), report.load(asked.baseline)
     grown = report.compare(new, baseline, asked.tolerance)
+    compared = report.compared(new, baseline)
     for line in [*grown, *report.not_compared(new, baseline)]:
         print(line)
-    if not grown:
+    if not compared:
+        print("nothing was compared: no test that checks something is in both reports, in the same world")
+    elif not grown:
         print(f"nothing grew by more than {asked.tolerance:g}%")
-    return int(bool(grown))
+    return int(bool(grown) or not compared)
 
 
 if __name__ == "__main__":

@@ -221,7 +221,10 @@ class Trace:
     def load(cls, path: str | Path) -> Trace:
         """Read what `save` wrote. Raises ValueError where the file is no trace."""
         try:
-            return from_json(cls, json.loads(Path(path).read_text(encoding="utf-8")))
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+            if not isinstance(data, dict):
+                raise ValueError("a JSON object is expected")
+            return from_json(cls, data)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is not a trace that pytest-sglmem saved: {error}") from error
 

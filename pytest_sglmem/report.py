@@ -222,6 +222,12 @@ def compare(new: Document, baseline: Document, tolerance_percent: float = 0) -> 
     return [line for now, was in _pairs(new, baseline) for line in _grown(now, was, allowed)]
 
 
+def compared(new: Document, baseline: Document) -> int:
+    """How many tests `compare` finds in both reports, each with something to compare."""
+    pairs = _pairs(new, baseline)
+    return sum(bool((now["live_bytes"] and was["live_bytes"]) or (now["gc"] and was["gc"])) for now, was in pairs)
+
+
 def not_compared(new: Document, baseline: Document) -> list[str]:
     """A line for each test that `compare` leaves out although it checks something, with the reason."""
     old = {test["nodeid"]: test for test in baseline["tests"]}

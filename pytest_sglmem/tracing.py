@@ -289,6 +289,9 @@ def trace_rank(
 
 
 def _checked_step(setup: object, step: Any) -> Callable[[Any], object]:
+    if inspect.iscoroutine(step):
+        step.close()  # else it warns besides that nobody awaited it
+        raise TypeError(f"{setup!r} is async, and nobody awaits it: make it a plain function that returns the step")
     if not callable(step):
         raise TypeError(f"setup must return the step, a callable of one geometry; {setup!r} returned {step!r}")
     if inspect.isgeneratorfunction(step) or inspect.isasyncgenfunction(step):

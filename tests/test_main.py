@@ -68,6 +68,13 @@ class TestJudge:
         assert name in err
         assert err.count("\n") == 1
 
+    def test_what_is_no_object_is_said(self, files, capsys):
+        (files / "list.json").write_text("[1]")
+        assert main(["judge", "list.json"]) == 2
+        assert capsys.readouterr().err.endswith(
+            "list.json is not a trace that pytest-sglmem saved: a JSON object is expected\n"
+        )
+
 
 class TestShow:
     def test_full(self, files, capsys):
@@ -113,6 +120,14 @@ class TestCompare:
         report.write(sessions.rich(size=2), "small.json")
         assert main(["compare", "small.json", "old.json"]) == 0
         assert "not compared, its world is 2 ranks" in capsys.readouterr().out
+
+    def test_nothing_in_common_is_status_1(self, files, capsys):
+        report.write(sessions.document(sessions.entry("t.py::other", sessions.verdict())), "other.json")
+        assert main(["compare", "other.json", "old.json"]) == 1
+        assert capsys.readouterr().out.splitlines() == [
+            "t.py::other: not compared, it is not in the baseline",
+            "nothing was compared: no test that checks something is in both reports, in the same world",
+        ]
 
     def test_negative_tolerance_is_status_2(self, files, capsys):
         assert main(["compare", "new.json", "old.json", "--tolerance=-1"]) == 2

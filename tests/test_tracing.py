@@ -88,6 +88,14 @@ def test_setup_must_return_a_step(device):
         rank_trace(lambda: None)
 
 
+def test_setup_must_not_be_async(device):
+    async def prepare():
+        return flat
+
+    with pytest.raises(TypeError, match=r"prepare.* is async, and nobody awaits it"):
+        rank_trace(prepare)
+
+
 def test_over_must_not_be_empty(device):
     with pytest.raises(ValueError, match=r"got \[\]"):
         rank_trace(lambda: flat, [])
