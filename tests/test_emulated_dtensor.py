@@ -194,6 +194,36 @@ def test_a_sharded_model_moves_and_gives_its_whole_state(world):
     assert world.run(sharded_and_kept) == [(True, "cuda", ["cuda", "cpu", "cuda"], True, 0.0)] * 2
 
 
+def drawn():
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor, rand
+
+    dist, _, mesh = begin()
+    torch.manual_seed(5)
+    with torch.device("meta"):
+        model = torch.nn.Linear(8, 8)
+    fully_shard(model, mesh=mesh)
+    model.to_empty(device="cuda").reset_parameters()
+    model(torch.ones(2, 8, device="cuda")).sum().backward()
+    copies = distribute_tensor(torch.zeros(8, device="cuda"), mesh, [Replicate()])
+    out = {
+        "shards": [model.weight.to_local(), rand(4, 8, device_mesh=mesh, placements=[Shard(0)]).to_local()],
+        "replicas": [copies.normal_().to_local().clone(), copies.uniform_().to_local(), torch.rand(2, device="cuda")],
+    }
+    out = {kind: [one.detach().tolist() for one in values] for kind, values in out.items()}
+    out["bound"] = model.weight.full_tensor().abs().max().item() <= 8**-0.5
+    dist.destroy_process_group()
+    return out
+
+
+def test_shards_draw_apart_and_replicas_alike(world):
+    first, second = world.run(drawn)
+    assert first["replicas"] == second["replicas"]
+    assert all(one != other for one, other in zip(first["shards"], second["shards"], strict=True))
+    assert first["replicas"][0] != first["replicas"][1]
+    assert (first["bound"], second["bound"]) == (True, True)
+
+
 def sharded_memory():
     from torch.distributed.fsdp import fully_shard
 

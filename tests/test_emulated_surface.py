@@ -285,12 +285,12 @@ def test_fake_tensors_move_to_the_device_and_are_made_there(call):
         (lambda fake: fake.nonzero(), "nonzero of a fake CUDA tensor"),
     ],
 )
+@pytest.mark.skipif(torch.version.cuda is not None, reason="a CUDA build may do it")
 def test_what_of_a_fake_tensor_cpp_cannot_do_says_its_name(call, said):
     with emulated_cuda(), FakeTensorMode():
-        try:
-            call(torch.empty(3, device="cuda"))  # some builds can
-        except NotImplementedError as error:
-            assert said in str(error)
+        fake = torch.empty(3, device="cuda")
+        with pytest.raises(NotImplementedError, match=said):
+            call(fake)
 
 
 def test_a_graph_made_of_fakes_says_cuda_and_one_of_real_tensors_is_refused():

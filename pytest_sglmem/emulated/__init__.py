@@ -30,6 +30,7 @@ from . import (
     legacy,
     parallel,
     scripted,
+    sharded,
     sharing,
     standins,
     streams,
@@ -201,6 +202,7 @@ def _install(patches: Patches, emulation: Emulation) -> None:
     tensors.install(patches, emulation)
     sharing.install(patches, emulation)
     collectives.install(patches, emulation)
+    sharded.install(patches, emulation)
     scripted.tell_compiler(patches, known)
     _install_threads(patches, emulation)
 
