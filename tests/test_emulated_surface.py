@@ -293,6 +293,12 @@ def test_what_of_a_fake_tensor_cpp_cannot_do_says_its_name(call, said):
             call(fake)
 
 
+def test_an_error_that_has_its_own_reason_is_left_as_it_is():
+    with emulated_cuda(memory=1 << 30), pytest.raises(torch.cuda.OutOfMemoryError) as caught:
+        torch.empty(1 << 31, device="cuda")
+    assert caught.value.__cause__ is None
+
+
 def test_a_graph_made_of_fakes_says_cuda_and_one_of_real_tensors_is_refused():
     def doubled(x):
         return x * 2 + torch.ones(3, device="cuda")

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._subclasses import FakeTensor, FakeTensorMode, fake_tensor
 
-from .dispatch import refused
+from .dispatch import refuse
 from .patches import Patches, named
 
 if TYPE_CHECKING:
@@ -79,7 +79,8 @@ def _install_guards(patches: Patches) -> None:
             try:
                 return real(self, *args)
             except RuntimeError as error:
-                raise refused(error, f"{name} of a fake CUDA tensor") from error
+                refuse(error, f"{name} of a fake CUDA tensor")
+                raise
 
         return named(method, real)
 
@@ -87,7 +88,8 @@ def _install_guards(patches: Patches) -> None:
         try:
             return real_dispatch(self, func, *args, **kwargs)
         except RuntimeError as error:
-            raise refused(error, f"{func} of fake tensors") from error
+            refuse(error, f"{func} of fake tensors")
+            raise
 
     patches.set(
         FakeTensorMode, "avoid_device_init", property(lambda self: True)

@@ -177,16 +177,17 @@ class Accounting(TorchDispatchMode):
             plan = self._plans[func] = Plan(func)
         if not self.open:
             return func(*args, **(kwargs or {}))
-        if plan.kernels is not None:
-            return self._run_open(plan, plan.kernels, func, args, kwargs or {})
-        if plan.alias and not kwargs:
+        if plan.alias and not kwargs and plan.kernels is None:
             return func(*args)
         if plan.collective is not None:
             return self._emulation.collectives.run(plan.collective, func, args, kwargs or {})
         try:
+            if plan.kernels is not None:
+                return self._run_open(plan, plan.kernels, func, args, kwargs or {})
             return self._run(plan, func, args, kwargs or {})
         except RuntimeError as error:
-            raise refused(error, plan.name) from error
+            refuse(error, plan.name)
+            raise
 
     def _run(self, plan: Plan, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         here = self._common(plan, args, kwargs)
@@ -407,11 +408,10 @@ class Accounting(TorchDispatchMode):
             default.set_state(before)
 
 
-def refused(error: RuntimeError, name: str) -> RuntimeError:
-    """What to raise where `name` raised `error`: a NotImplementedError where C++ knows no CUDA, else the error."""
-    if isinstance(error, NotImplementedError) or not _NO_CUDA.search(str(error)):
-        return error
-    return NotImplementedError(f"{name} is not emulated: it asks C++ for a CUDA device")
+def refuse(error: RuntimeError, name: str) -> None:
+    """Raise NotImplementedError with the name of what raised `error`, where C++ said in it that it knows no CUDA."""
+    if not isinstance(error, NotImplementedError) and _NO_CUDA.search(str(error)):
+        raise NotImplementedError(f"{name} is not emulated: it asks C++ for a CUDA device") from error
 
 
 def _mixed(plan: Plan, one: int, other: int) -> str:
