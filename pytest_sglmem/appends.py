@@ -60,8 +60,9 @@ class Appends:
     """`times` appends in two windows of `length`. After `run`:
 
     `windows`: the samples of each; `end`: appends made; `pause_before`, `pause_after`: seconds of a full collection,
-    the quickest of `passes` or more. Where the first window grew, `new`: ids of what the second left; `lengths`: of
-    bounded containers before it, by id; `walked`: objects that the last collection walked.
+    the quickest of `passes` or more. Where the first window grew, `early`, `new`: ids of what each window left (`early`
+    is empty where it is untold); `lengths`: of bounded containers before the second, by id; `walked`: objects that the
+    last collection walked.
     """
 
     def __init__(self, times: int, clock: Callable[[], float], ignored: Sequence[str] = (), *, passes: int = 1) -> None:
@@ -69,7 +70,7 @@ class Appends:
         self.warmup = max(1, times // 10) + times % 2
         self.windows = (Samples(_SAMPLES + _DRAINS + 2), Samples(_SAMPLES + _DRAINS + 2))
         self.end = self.warmup + 2 * self.length
-        self.new = array("Q")
+        self.early, self.new = array("Q"), array("Q")
         self.lengths: dict[int, int] = {}
         self.pause_before = self.pause_after = 0.0
         self.walked = self._own = 0  # `_own`: bytes of what is noted here
@@ -102,11 +103,13 @@ class Appends:
         with self._set_aside() as aside:
             aside.begin()
             self._note(self._young[0])
+            old = heap.walked()
             self._window(call, begin, self.windows[0], aside, known)
             count = known + aside.rise()
             grew = count > known or bool(self._ignored)  # what is ignored is counted all the same
             if grew and not aside.disturbed:
                 self._note(self._young[1])
+                self._note_early(old)
             if not grew:
                 self._sample(middle, count, *self.windows)
                 self._window(call, middle, self.windows[1], aside, known)
@@ -156,6 +159,11 @@ class Appends:
     def _note(self, types: dict[str, int]) -> None:
         size = _traced_bytes()
         types.update(heap.by_type())
+        self._own += _traced_bytes() - size
+
+    def _note_early(self, old: int) -> None:
+        size = _traced_bytes()
+        self.early = heap.newest(old)
         self._own += _traced_bytes() - size
 
     def _window(

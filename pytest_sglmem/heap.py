@@ -12,6 +12,7 @@ It uses what it captured from `gc` at import, so that a fault injected into `gc`
 from __future__ import annotations
 
 import gc
+import itertools
 import struct
 import sys
 import time
@@ -69,7 +70,11 @@ def _comparable(objects: Sequence[object], ignored: Sequence[str]) -> int:
 
 def comparable_of(ids: Collection[int], ignored: Sequence[str] = ()) -> int:
     """The same of the live objects with these ids."""
-    return _comparable([item for item in _objects() if id(item) in ids], ignored)
+    return _comparable(_of(ids), ignored)
+
+
+def _of(ids: Collection[int]) -> list[object]:
+    return [item for item in _objects() if id(item) in ids]
 
 
 class Room(NamedTuple):
@@ -93,10 +98,39 @@ def room(item: object) -> Room | None:
     return None
 
 
+def bounded() -> list[object]:
+    """The live containers that have `room`."""
+    return [item for item in _objects() if issubclass(type(item), (deque, _LRU)) and room(item) is not None]
+
+
 def lengths() -> dict[int, int]:
     """Entries of each live container that has `room`, by its id."""
-    found = ((id(item), room(item)) for item in _objects() if issubclass(type(item), (deque, _LRU)))
+    found = ((id(item), room(item)) for item in bounded())
     return {which: known.held for which, known in found if known is not None}
+
+
+def entries_of(item: object, ids: Collection[int]) -> int:
+    """Of a container that has `room`: how many entries refer to an object with one of these ids."""
+    parts = gc.get_referents(item)
+    if type(item) is not _LRU:
+        return sum(id(part) in ids for part in parts)
+    found, hit = 0, False
+    for part in parts:  # a cache refers to the key, the result and the type of each link in turn
+        if type(part) is type and part.__name__ == "_lru_list_elem":
+            found, hit = found + hit, False
+        hit = hit or id(part) in ids
+    return found
+
+
+def index_of(item: object) -> int:
+    """The id of the dictionary in which a functools.lru_cache looks its entries up; 0 for all else."""
+    if type(item) is not _LRU:
+        return 0
+    return next((id(part) for part in gc.get_referents(item) if type(part) is dict and _is_index(part)), 0)
+
+
+def _is_index(found: dict[object, object]) -> bool:
+    return any(type(value).__name__ == "_lru_list_elem" for value in itertools.islice(dict.values(found), 1))
 
 
 def bound_to(owner: object) -> int:
@@ -104,13 +138,13 @@ def bound_to(owner: object) -> int:
     return sum(type(item) is types.MethodType and item.__self__ is owner for item in _objects())
 
 
-def by_type() -> dict[str, int]:
-    """Live objects by the full name of their type, attributes and instance as one.
+def by_type(ids: Collection[int] | None = None) -> dict[str, int]:
+    """Live objects by the full name of their type, attributes and instance as one. `ids`: of these only.
 
     Keeps neither objects nor types alive. No interpreter lists frozen objects, so they show no type.
     """
     counts: dict[str, int] = {}
-    kinds, surplus = _census(_objects())
+    kinds, surplus = _census(_objects() if ids is None else _of(ids))
     for kind, count in kinds.items():
         name = full_name(kind)
         counts[name] = counts.get(name, 0) + count

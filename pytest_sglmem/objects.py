@@ -28,7 +28,8 @@ _METHOD = "builtins.method"
 _TRACED = 2000  # appends: tracing costs a microsecond an allocation, so beyond them bytes must be asked for
 _TRIES = 8  # appends pinned at one await, to see whether that one leaks
 _PASSES = 2  # full collections, of which the quickest counts, where a pause is compared with another
-_ONE_OFFS, _PARTS = 8, 0.02  # objects a window, share of what fills: less beside a ring that fills is no leak yet
+_ONE_OFFS = 8  # objects a window: fewer beside a container that fills are no leak yet
+_PARTS = 0.02  # of what filled a container that then replaced entries: what those held is estimated by the new ones
 _BLOCKS = 10  # timings of each side that assert_no_worse interleaves, so that the machine's moods strike both
 
 
@@ -201,19 +202,20 @@ class GcTracked:
             first, second = run.windows
             objects = windows.rate(first.objects(), second.objects(), per_append)
             held_by: tuple[str, ...] = ()
+            changes = run.by_type()
+            shown = changes
             if objects.growing:
                 try:
-                    objects, held_by = self._looked_into(objects, run, per_append, append, caller.loop)
+                    objects, held_by, shown = self._looked_into(objects, run, per_append, append, caller.loop)
                 except Exception as error:  # whatever the objects do as they are looked at: the verdict has fallen
                     held_by = (f"what is not found: {error!r}",)
             made = roots.futures(run.new) if objects.growing else ""
             leaks = self._awaits(append, call, run.end) if objects.growing else ""
         sizes = windows.rate(first.bytes(), second.bytes(), max_bytes or 0)
-        changes = run.by_type()
         growth = Growth(
             "growing" if objects.growing or (max_bytes is not None and sizes.growing) else "flat",
             objects.per_append,
-            _shown(changes, self._ignored) if objects.per_append else {},
+            _shown(shown, self._ignored) if objects.per_append else {},
             held_by,
             {"before": run.pause_before * 1e3, "after": run.pause_after * 1e3},
             times,
@@ -226,25 +228,33 @@ class GcTracked:
 
     def _looked_into(
         self, grew: windows.Rate, run: Appends, slack: float, append: Append, loop: object
-    ) -> tuple[windows.Rate, tuple[str, ...]]:
-        """The verdict without what a bound will stop, and who holds the rest."""
+    ) -> tuple[windows.Rate, tuple[str, ...], dict[str, float]]:
+        """The verdict without what made nothing but bounded containers longer; who holds the rest, and its types."""
         search = roots.search(run.new, append, loop)
-        grew = self._without_filling(grew, run, search, slack)
-        return grew, roots.growers(search) if grew.growing else ()
-
-    def _without_filling(self, grew: windows.Rate, run: Appends, search: roots.Search, slack: float) -> windows.Rate:
-        """The verdict without what made nothing but bounded containers longer. What is left must be more than a few
-        one-offs: a slow leak beside a ring that fills shows when the ring is full.
-        """
         found = roots.filling(search, run.lengths)
         if not found.holders:
-            return grew
-        behind = heap.comparable_of(found.behind, self._ignored) * found.share
-        left = min(run.rises()) - behind - slack * run.length
+            return grew, roots.growers(search), run.by_type()
         note = "; ".join(f"within a bound: {chain}" for chain in found.holders)
-        if left > max(_ONE_OFFS, behind * _PARTS):
-            return grew._replace(note=note)
-        return windows.Rate(0.0, False, f"grew {note}; raise times to see it full")
+        left = self._left(run, found, search)
+        replaced = (run.rises()[1] - left) * _PARTS if found.share < 1 else 0  # sizes of what went are not known
+        if left - slack * run.length <= max(_ONE_OFFS, replaced):
+            return windows.Rate(0.0, False, f"grew {note}; raise times to see it full"), (), {}
+        grew = grew._replace(per_append=min(grew.per_append, left / run.length), note=f"not counted: {note}")
+        rest = frozenset(run.new) - found.behind
+        if heap.comparable_of(rest, self._ignored) < left / 2:  # the rest is behind what a container let go of
+            return grew, roots.growers(search), run.by_type()
+        types = heap.by_type(rest)
+        kept = {name: min(n, types.get(name, 0) / run.length) for name, n in run.by_type().items()}
+        return grew, roots.growers(found.beside, found.behind), kept
+
+    def _left(self, run: Appends, found: roots.Filling, search: roots.Search) -> float:
+        """Objects that a window added besides: in the lesser of the windows, because one has first uses."""
+        first, second = run.rises()
+        left = second - heap.comparable_of(found.behind, self._ignored) * found.share
+        if left <= _ONE_OFFS:
+            return left
+        early = roots.behind(run.early, found.cut, search.roots) if run.early else found.behind
+        return min(left, first - heap.comparable_of(early, self._ignored))
 
     def _awaits(self, append: Append, call: Append, begin: int) -> str:
         """Which awaits leak when a request is cancelled there. Requests are numbered on from `begin`: a registry that

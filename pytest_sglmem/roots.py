@@ -5,17 +5,20 @@ often hangs from one. An old object that holds new ones is a grower; the new one
 largest grower is named first, with the chain that leads to it: `app.SERVER -> .history -> [599] -> tuple`.
 
 It looks when a verdict has fallen: it makes attribute dictionaries of the instances on a chain, and holds nothing
-afterwards. What hangs from C alone (a thread's locals, an exit handler) has no chain; its nearest holder is named.
+afterwards. What hangs from C alone (an exit handler, another thread's context) has no chain; its nearest holder is
+named.
 """
 
 from __future__ import annotations
 
+import contextvars
 import gc
 import itertools
 import os
 import reprlib
 import sys
 import sysconfig
+import threading
 import tracemalloc
 import types
 from collections import Counter, deque
@@ -55,16 +58,20 @@ def search(new: Collection[int], append: object = None, loop: object = None) -> 
 
     `append` is one more root, the function under test and what it closes over; `loop` another, in which it runs.
     """
-    found = Search(frozenset(new), [*_frames(), _Root("append", append), _Root("its event loop", loop), *_modules()])
+    given = _Root("append", append), _Root("its event loop", loop)
+    found = Search(frozenset(new), [*_frames(), *given, *_context(), *_modules()])
     found.run()
     return found
 
 
-def growers(search: Search) -> tuple[str, ...]:
-    """Chains from a root to what holds the new objects, the largest grower first."""
+def growers(search: Search, behind: frozenset[int] = frozenset()) -> tuple[str, ...]:
+    """Chains from a root to what holds the new objects, the largest grower first. `behind`: ids of those that do not
+    count.
+    """
+    new = search.new - behind
     best = sorted(search.found, key=lambda grower: -grower.objects)[:_MOST]
-    lines = [search.chain(grower) for grower in best if grower.objects >= _SHARE * len(search.new)]
-    return tuple(lines or list(_unrooted(search.new)))  # not tuple(generator): get_referrers would see it unfinished
+    lines = [search.chain(grower) for grower in best if grower.objects >= _SHARE * len(new)]
+    return tuple(lines or list(_unrooted(new)))  # not tuple(generator): get_referrers would see it unfinished
 
 
 def futures(new: Collection[int]) -> str:
@@ -79,38 +86,67 @@ def futures(new: Collection[int]) -> str:
 
 
 class Filling(NamedTuple):
-    """`holders`: chains to containers that a bound will stop; `behind`: ids of what only they hold; `share`: how much
-    of that made them longer, where the rest took the place of something.
+    """`holders`: chains to containers that a bound will stop; `behind`: ids of what only their new entries hold;
+    `share`: how much of that made them longer, where the rest took the place of something; `beside`: what is found
+    besides; `cut`: ids of the containers.
     """
 
     holders: tuple[str, ...]
     behind: frozenset[int]
     share: float
+    beside: Search
+    cut: frozenset[int] = frozenset()
 
 
 def filling(every: Search, lengths: Mapping[int, int]) -> Filling:
-    """What of the new objects hangs from nothing but containers that will stop growing by themselves (`heap.room`).
-    What else holds, too, is not behind them. `lengths`: their lengths by id before the new objects came.
+    """What of the new objects hangs from nothing but new entries of containers that will stop growing by themselves
+    (`heap.room`). What is new in an older entry is not behind them, nor what else holds, too. `lengths`: their lengths
+    by id before the new objects came.
     """
-    longer = {grower: share for grower in every.found if (share := _longer(grower.holder, every.new, lengths))}
-    if not longer:
-        return Filling((), frozenset(), 0.0)
-    shut = frozenset(id(grower.holder) for grower in longer)
-    beside = Search(every.new, [root for root in every.roots if id(root.value) not in shut], shut)
+    longer: dict[int, float] = {}
+    shut: set[int] = set()
+    beside, candidates = every, heap.bounded()
+    while True:  # who holds what another bounded container holds as well is found when that one is cut
+        found = [*candidates, *(grower.holder for grower in beside.found)]
+        fresh = {
+            id(item): share for item in found if id(item) not in longer and (share := _longer(item, every, lengths))
+        }
+        if not fresh:
+            break
+        shut.update(heap.index_of(item) for item in found if id(item) in fresh)
+        longer.update(fresh)
+        beside, candidates = Search(every.new, every.roots, frozenset(longer), frozenset(shut)), []
+        beside.run()
+    named = sorted((grower for grower in every.found if id(grower.holder) in longer), key=lambda one: -one.objects)
+    behind = frozenset(every.reached - beside.reached)
+    if not named or not behind:
+        return Filling((), frozenset(), 0.0, every)
+    chains = tuple(f"{every.chain(grower)}, {_fullness(grower.holder)}" for grower in named[:_MOST])
+    share = sum(grower.objects * longer[id(grower.holder)] for grower in named) / sum(one.objects for one in named)
+    return Filling(chains, behind, share, beside, frozenset(longer))
+
+
+def behind(new: Collection[int], cut: frozenset[int], roots: list[_Root]) -> frozenset[int]:
+    """Ids of what, of the objects with ids in `new`, hangs from nothing but the containers with ids in `cut`."""
+    wanted = frozenset(new)
+    every, beside = Search(wanted, roots), Search(wanted, roots, cut, _indices(cut))
+    every.run()
     beside.run()
-    largest = sorted(longer, key=lambda grower: -grower.objects)
-    chains = tuple(f"{every.chain(grower)}, {_fullness(grower.holder)}" for grower in largest[:_MOST])
-    share = sum(grower.objects * longer[grower] for grower in longer) / sum(grower.objects for grower in longer)
-    return Filling(chains, frozenset(every.reached - beside.reached), share)
+    return frozenset(every.reached - beside.reached)
 
 
-def _longer(holder: object, new: frozenset[int], lengths: Mapping[int, int]) -> float:
-    """Which share of a bounded container's new entries made it longer; 0 where it has no bound or is no longer."""
+def _indices(cut: frozenset[int]) -> frozenset[int]:
+    return frozenset(heap.index_of(item) for item in heap.bounded() if id(item) in cut)
+
+
+def _longer(holder: object, every: Search, lengths: Mapping[int, int]) -> float:
+    """Which share of a bounded container's new entries made it longer; 0 where it has no bound or is no longer, and
+    where it is itself new.
+    """
     room = heap.room(holder)
-    if room is None:
+    if room is None or id(holder) in every.new:
         return 0.0
-    parts = _parts(holder)
-    entries = room.held * sum(id(part) in new for part in parts) / max(len(parts), 1)
+    entries = heap.entries_of(holder, every.new)
     grown = room.held - lengths[id(holder)] if id(holder) in lengths else entries * (room.held < room.most)
     return min(grown / entries, 1.0) if grown > 0 and entries else 0.0
 
@@ -122,11 +158,18 @@ def _fullness(holder: object) -> str:
 
 class Search:
     """Breadth first over what is tracked. `levels[k]`: the old objects k references away from a root; `reached`: ids of
-    the new ones; `shut`: ids of what is not looked into.
+    the new ones; `cut`: ids of containers whose new entries do not count; `shut`: ids of what is not looked into.
     """
 
-    def __init__(self, new: frozenset[int], roots: list[_Root], shut: frozenset[int] = frozenset()) -> None:
+    def __init__(
+        self,
+        new: frozenset[int],
+        roots: list[_Root],
+        cut: frozenset[int] = frozenset(),
+        shut: frozenset[int] = frozenset(),
+    ) -> None:
         self.new = new
+        self.cut = cut
         self.roots = roots
         self.levels: list[list[object]] = [[root.value for root in roots]]
         self.found: list[_Grower] = []
@@ -155,7 +198,8 @@ class Search:
                 below.append(item)
         if hit:
             for holder in holders:
-                self._count(holder)
+                if id(holder) not in self.cut:
+                    self._count(holder)
 
     def _count(self, holder: object) -> None:
         """Add up the new objects behind this holder that nobody before it reached."""
@@ -236,6 +280,12 @@ def _modules() -> Iterator[_Root]:
             yield _Root(name, _own_dict(module))
 
 
+def _context() -> Iterator[_Root]:
+    """The context variables that are set here: the current context hangs from C alone."""
+    for variable, value in contextvars.copy_context().items():
+        yield _Root(f"ContextVar {variable.name}", value)
+
+
 def _frames() -> Iterator[_Root]:
     """The local variables of every running frame that is neither ours nor pytest's machinery."""
     for top in sys._current_frames().values():
@@ -254,6 +304,11 @@ def _links(path: list[object]) -> Iterator[str]:
     """How each object of the path refers to the next: `.name`, `[key]`, `closure cell name`."""
     for index, (item, part) in enumerate(itertools.pairwise(path)):
         before = path[index - 1] if index else None
+        if _is(item, dict) and index > 1 and _is(path[index - 2], threading.local):
+            yield f"(a thread's) {next(_key(item, part, plain=True))}"
+            continue
+        if _is(part, dict) and (_is(item, threading.local) or _is(before, threading.local)):
+            continue  # a local has a table of the threads' dictionaries
         if _is(item, types.CellType) or (_is(item, types.FunctionType) and part is item.__closure__):
             continue
         if _is(before, types.FunctionType) and _is(item, tuple) and item is before.__closure__:

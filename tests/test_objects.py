@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import dataclasses
 import functools
 import gc
 import logging
 import subprocess
 import sys
+import threading
 import tracemalloc
 import weakref
 from collections import deque
@@ -303,8 +305,97 @@ def test_a_leak_beside_what_a_bound_will_stop_is_caught(tracked, kind, every):
         kept.append([i]) if i % every == 0 else None
 
     growth = grows(tracked, append, times=400)
-    assert round(growth.objects_per_append, 1) == (2 if kind == "deque" else 1) + 1 / every
-    assert "within a bound: " in growth.note
+    assert (round(growth.objects_per_append, 2), growth.by_type) == (1 / every, {"list": 1 / every})
+    assert len(growth.held_by) == 1
+    assert "kept" in growth.held_by[0]
+    assert growth.note.startswith("not counted: within a bound: ")
+
+
+def old_entries():
+    """Functions whose container fills, while one of its older entries grows."""
+    session, ring, numbers = functools.lru_cache(maxsize=10**6)(lambda user: []), deque([[]], maxlen=10**6), deque([[]])
+
+    def cache(i):
+        session(i)
+        for _ in range(50):
+            session(0).append([i])
+
+    def deque_(i):
+        ring.append([i])
+        ring[0].append([i])
+
+    def untracked(i):
+        numbers.append(i)
+        numbers[0].append([i])
+
+    return {"cache": (cache, 50), "deque": (deque_, 1), "untracked": (untracked, 1)}
+
+
+@pytest.mark.parametrize("kind", old_entries())
+def test_an_old_entry_that_grows_is_a_leak_however_large_its_container_may_get(tracked, kind):
+    append, each = old_entries()[kind]
+    growth = grows(tracked, append, times=200)
+    assert (growth.objects_per_append, growth.by_type) == (each, {"list": each})
+    assert len(growth.held_by) == 1
+
+
+def shared(size):
+    """Functions that keep an object in two containers that hold at most `size`."""
+    one, other = deque(maxlen=size), deque(maxlen=size)
+    cached = functools.lru_cache(maxsize=size)(lambda key: {"x": [key]})
+    by_user = [deque(maxlen=size) for _ in range(4)]
+
+    def wrapped(i):
+        item = {"x": [i]}
+        one.append((item, i))
+        other.append([i, item])
+
+    def both(i):
+        item = [i]
+        one.append(item)
+        other.append(item)
+
+    return {
+        "both": both,
+        "wrapped": wrapped,
+        "cached": lambda i: one.append(cached(i)),
+        "by user": lambda i: by_user[i % 4].append([i]),
+        "cache of rings": lambda i: cached(i % 8)["x"].append(0) or by_user[i % 3].append(cached(i)),
+    }
+
+
+@pytest.mark.parametrize("kind", shared(1))
+def test_what_two_bounded_containers_hold_is_flat(tracked, kind):
+    assert "within a bound: " in tracked.assert_flat(shared(1000)[kind], times=200).note
+
+
+def test_entries_that_hold_the_ones_before_them_are_a_leak_once_the_ring_is_full(tracked):
+    ring = deque([None], maxlen=200)
+    assert grows(tracked, lambda i: ring.append([ring[-1], i]), times=220).objects_per_append > 0
+
+
+@pytest.mark.parametrize(("each", "flat"), [(8, True), (9, False)])
+def test_a_few_objects_a_window_beside_a_container_that_fills_are_no_leak(tracked, each, flat):
+    ring, kept = deque(maxlen=1000), []
+
+    def append(i):
+        ring.append([i])
+        kept.append([i]) if i >= 20 and (i - 20) % 100 < each else None
+
+    if flat:
+        assert tracked.assert_flat(append, times=200).objects_per_append == 0
+    else:
+        assert grows(tracked, append, times=200).objects_per_append == each / 100
+
+
+def test_one_jump_in_a_window_beside_a_container_that_fills_is_flat(tracked):
+    ring, kept = deque(maxlen=1000), []
+
+    def append(i):
+        ring.append([i])
+        kept.extend([i] for _ in range(1000)) if i == 170 else None
+
+    tracked.assert_flat(append, times=200)
 
 
 def test_what_a_ring_and_a_list_hold_is_a_leak(tracked):
@@ -685,6 +776,26 @@ def test_slots_are_named(tracked):
     slotted.items = []
     growth = grows(tracked, lambda i: slotted.items.append([i]))
     assert ".items -> [" in growth.held_by[0]
+
+
+VARIABLE: contextvars.ContextVar = contextvars.ContextVar("recent")
+LOCAL = threading.local()
+
+
+def test_a_context_variable_is_named(tracked):
+    token = VARIABLE.set([])
+    growth = grows(tracked, lambda i: VARIABLE.get().append([i]))
+    assert [chain.partition(" (made")[0] for chain in growth.held_by] == ["ContextVar recent -> [60] -> list"]
+    VARIABLE.reset(token)
+
+
+def test_a_threads_local_is_named(tracked):
+    LOCAL.recent = []
+    growth = grows(tracked, lambda i: LOCAL.recent.append([i]))
+    del LOCAL.recent
+    assert [chain.partition(" (made")[0] for chain in growth.held_by] == [
+        f"{__name__}.LOCAL -> (a thread's) .recent -> [60] -> list"
+    ]
 
 
 class Two:
