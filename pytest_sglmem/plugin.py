@@ -354,8 +354,9 @@ def world(request: pytest.FixtureRequest) -> Iterator[World]:
         for fault, fired in lent.fired().items():
             state.fired[fault] = list(fired)
         _audit(session, state, lent)
-        if state.outcome == "passed":
-            unseen.warn(getattr(item, "funcargs", {}).values())
+        arguments = getattr(item, "funcargs", None)  # None where the session was interrupted
+        if state.outcome == "passed" and arguments is not None:
+            unseen.warn(arguments.values())
 
 
 @pytest.fixture
