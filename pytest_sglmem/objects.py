@@ -235,7 +235,7 @@ class GcTracked:
         if not found.holders:
             return grew, roots.growers(search), run.by_type()
         note = "; ".join(f"within a bound: {chain}" for chain in found.holders)
-        left = self._left(run, found, search)
+        left = self._left(run, found)
         replaced = (run.rises()[1] - left) * _PARTS if found.share < 1 else 0  # sizes of what went are not known
         if left - slack * run.length <= max(_ONE_OFFS, replaced):
             return windows.Rate(0.0, False, f"grew {note}; raise times to see it full"), (), {}
@@ -247,13 +247,13 @@ class GcTracked:
         kept = {name: min(n, types.get(name, 0) / run.length) for name, n in run.by_type().items()}
         return grew, roots.growers(found.beside, found.behind), kept
 
-    def _left(self, run: Appends, found: roots.Filling, search: roots.Search) -> float:
+    def _left(self, run: Appends, found: roots.Filling) -> float:
         """Objects that a window added besides: in the lesser of the windows, because one has first uses."""
         first, second = run.rises()
         left = second - heap.comparable_of(found.behind, self._ignored) * found.share
         if left <= _ONE_OFFS:
             return left
-        early = roots.behind(run.early, found.cut, search.roots) if run.early else found.behind
+        early = roots.behind(run.early, found) if run.early else found.behind
         return min(left, first - heap.comparable_of(early, self._ignored))
 
     def _awaits(self, append: Append, call: Append, begin: int) -> str:

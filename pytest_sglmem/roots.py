@@ -88,7 +88,7 @@ def futures(new: Collection[int]) -> str:
 class Filling(NamedTuple):
     """`holders`: chains to containers that a bound will stop; `behind`: ids of what only their new entries hold;
     `share`: how much of that made them longer, where the rest took the place of something; `beside`: what is found
-    besides; `cut`: ids of the containers.
+    besides; `cut`: ids of the containers, `shut`: of the dictionaries in which they look their entries up.
     """
 
     holders: tuple[str, ...]
@@ -96,6 +96,7 @@ class Filling(NamedTuple):
     share: float
     beside: Search
     cut: frozenset[int] = frozenset()
+    shut: frozenset[int] = frozenset()
 
 
 def filling(every: Search, lengths: Mapping[int, int]) -> Filling:
@@ -123,20 +124,16 @@ def filling(every: Search, lengths: Mapping[int, int]) -> Filling:
         return Filling((), frozenset(), 0.0, every)
     chains = tuple(f"{every.chain(grower)}, {_fullness(grower.holder)}" for grower in named[:_MOST])
     share = sum(grower.objects * longer[id(grower.holder)] for grower in named) / sum(one.objects for one in named)
-    return Filling(chains, behind, share, beside, frozenset(longer))
+    return Filling(chains, behind, share, beside, frozenset(longer), frozenset(shut))
 
 
-def behind(new: Collection[int], cut: frozenset[int], roots: list[_Root]) -> frozenset[int]:
-    """Ids of what, of the objects with ids in `new`, hangs from nothing but the containers with ids in `cut`."""
-    wanted = frozenset(new)
-    every, beside = Search(wanted, roots), Search(wanted, roots, cut, _indices(cut))
+def behind(new: Collection[int], found: Filling) -> frozenset[int]:
+    """Ids of what, of the objects with ids in `new`, hangs from nothing but the containers that are `found` to fill."""
+    wanted, roots = frozenset(new), found.beside.roots
+    every, beside = Search(wanted, roots), Search(wanted, roots, found.cut, found.shut)
     every.run()
     beside.run()
     return frozenset(every.reached - beside.reached)
-
-
-def _indices(cut: frozenset[int]) -> frozenset[int]:
-    return frozenset(heap.index_of(item) for item in heap.bounded() if id(item) in cut)
 
 
 def _longer(holder: object, every: Search, lengths: Mapping[int, int]) -> float:
