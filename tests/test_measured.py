@@ -113,6 +113,19 @@ def test_the_exchange_keeps_what_was_asked_of_it():
         assert row["same"] is True
         assert row["allocations"] == 0
         assert row["ratio"] >= (1.1 if row["mib"] > 1 else 1.0)
+        assert row["ratio_ahead"] >= (1.1 if row["mib"] > 1 else 1.0)
+    (ahead,) = (row["ratio_ahead"] for row in load("exchange-2xh200.json")["rows"] if row["mib"] == 8)
+    assert round(ahead, 1) == 1.4  # as the CHANGELOG says
+
+
+def test_the_own_part_of_an_armed_allocation_is_under_a_microsecond():
+    """The README's sentence on `cuda.alloc`: what it costs beyond a dispatch mode that does nothing, in ns."""
+    text = (MEASURED / "faults-h200.txt").read_text(encoding="utf-8")
+    pairs = re.findall(
+        r"^cuda\.alloc, real device.* (\d+) +\d+\n  a dispatch mode that does nothing .* (\d+) +\d+$", text, re.M
+    )
+    assert len(pairs) == 2
+    assert all(int(armed) - int(nothing) < 1000 for armed, nothing in pairs)
 
 
 def test_the_drawing_is_that_of_the_record():
