@@ -640,9 +640,9 @@ def serve(fd: str, folder: str, watched: str, path: str, *preload: str) -> None:
             except ImportError as error:
                 raise SystemExit(f"a world needs {name}: {error}") from error
         if "pytest_sglmem.emulated" in preload:
-            from .emulated.collectives import distributed_modules
+            from .emulated import prepare
 
-            distributed_modules(len(sys.modules))
+            prepare()
     tempfile.tempdir = None
     # Ranks share these pages: a collection in a rank neither walks nor copies them. No collection before: it would
     # leave holes in them, which ranks then fill, a copied page for each (6 MB a rank more).

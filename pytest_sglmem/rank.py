@@ -180,9 +180,11 @@ class Rank:
         gc.enable()
         import torch
 
-        random.seed(spec.seed)
-        torch.manual_seed(spec.seed)
         device = self._enter_device(torch, local)
+        random.seed(spec.seed)
+        # Not torch.manual_seed: it asks every kind of device there might be, and notes who asked, for 2 MB a rank.
+        torch.default_generator.manual_seed(spec.seed)
+        torch.cuda.manual_seed_all(spec.seed)
         from .faults import armed
         from .ipc import Ledger
         from .tracing import Hands

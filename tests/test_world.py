@@ -129,6 +129,19 @@ def test_the_environment_is_torchruns_and_the_tests(start, monkeypatch, tmp_path
     assert second[0][:2] == ["1", "1"]
 
 
+def test_the_seed_decides_every_source_of_chance(start):
+    def drawn():
+        import random
+
+        import torch
+
+        return random.random(), torch.rand(4).tolist(), torch.rand(4, device="cuda").tolist(), torch.cuda.initial_seed()
+
+    first, again, other = (start(size=2, seed=seed).run(drawn) for seed in (3, 3, 4))
+    assert first == again and first[0] == first[1]
+    assert all(one != two for one, two in zip(first[0], other[0], strict=True))
+
+
 def test_import_path_changes_reach_running_ranks(start, monkeypatch, tmp_path):
     world = start(1)
     (tmp_path / "only_here.py").write_text("VALUE = 7\n")

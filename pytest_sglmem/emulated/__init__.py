@@ -12,6 +12,7 @@ themselves (workspaces, NCCL buffers) is not there. What is not emulated raises 
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -181,6 +182,18 @@ def emulated_cuda(devices: int = 1, *, memory: int = 80 * 2**30) -> Iterator[Emu
         finally:
             emulation.uncover_thread()
             emulation.close()
+
+
+def prepare() -> None:
+    """Look up what an emulation replaces, for the processes forked from this one: to look at each of torch's functions
+    and modules is to write to its page, and a forked process no longer shares a page that it wrote to (8 MB of them).
+    """
+    surface.public()
+    driver.cuda_functions()
+    scripted.known_builtins()
+    device_constructors()
+    if torch.distributed.is_available():
+        collectives.importers(len(sys.modules))
 
 
 def _install(patches: Patches, emulation: Emulation) -> None:

@@ -30,6 +30,10 @@ NCCL = "nccl"
 NCCL_VERSION = (2 << 32) | (27 << 16)  # as NCCL packs 2.27.0, for code that asks whether it is new enough
 MANY = 256  # lent tensors that are held: of one that so many others followed no thread is still putting away its work
 SYMMETRIC = ("empty_strided_p2p", "get_mempool_allocator", "rendezvous", "set_backend", "set_group_info")
+REDUCE_SCATTER = ("reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single", "_reduce_scatter_base")
+OBJECT_DEVICES = {"_get_object_coll_device": str, "_get_pg_default_device": torch.device}
+GROUPS = ("init_process_group", "new_group", "get_backend", "is_nccl_available")
+REPLACED = (*REDUCE_SCATTER, *OBJECT_DEVICES, *GROUPS)
 NOT_ALIASED = ("send", "recv_", "recv_any_source_", "barrier", "monitored_barrier_")
 
 
@@ -164,11 +168,10 @@ def without_owning(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @functools.lru_cache(maxsize=1)
-def distributed_modules(loaded: int) -> tuple[ModuleType, ...]:
-    """The modules of torch.distributed, of `loaded` modules in all. A fork server asks once, for all ranks: to look at
-    every module touches a page for each of their names, 7 MB that a rank would no longer share.
-    """
-    return tuple(m for key, m in sys.modules.items() if key.startswith("torch.distributed") and m is not None)
+def importers(loaded: int) -> dict[str, tuple[ModuleType, ...]]:
+    """For each name in REPLACED, the modules of torch.distributed that have it, of `loaded` modules in all."""
+    modules = [m for key, m in sys.modules.items() if key.startswith("torch.distributed") and m is not None]
+    return {name: tuple(m for m in modules if name in vars(m)) for name in REPLACED}
 
 
 def install(patches: Patches, emulation: Emulation) -> None:
@@ -177,12 +180,13 @@ def install(patches: Patches, emulation: Emulation) -> None:
         return
     c10d = torch.distributed.distributed_c10d
     nccl, SUM = emulation.collectives.nccl, torch.distributed.ReduceOp.SUM
+    having = importers(len(sys.modules))
 
     def replace(name: str, make: Callable[[Any], Any]) -> None:
         real = getattr(c10d, name)
         fake = functools.wraps(real)(make(real))
-        for module in distributed_modules(len(sys.modules)):
-            if vars(module).get(name) is real:
+        for module in having[name]:
+            if vars(module)[name] is real:
                 patches.set(module, name, fake)
 
     def init_process_group(real: Any) -> Any:
@@ -246,14 +250,14 @@ def install(patches: Patches, emulation: Emulation) -> None:
 
         return reduce_scatter
 
-    for name in ("reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single", "_reduce_scatter_base"):
+    for name in REDUCE_SCATTER:
         if hasattr(c10d, name):
             replace(name, averaging)
     replace("init_process_group", init_process_group)
     replace("new_group", new_group)
     replace("get_backend", get_backend)
     replace("is_nccl_available", lambda real: lambda: True)
-    for name, wrap in (("_get_object_coll_device", str), ("_get_pg_default_device", torch.device)):
+    for name, wrap in OBJECT_DEVICES.items():
         if hasattr(c10d, name):
             replace(name, object_device(wrap))
     _install_reducer(patches, emulation)

@@ -6,6 +6,7 @@ names are those of the torch at hand.
 
 from __future__ import annotations
 
+import functools
 import sys
 import types
 from collections.abc import Callable, Iterable
@@ -255,14 +256,24 @@ class Numbers:
         }
 
 
+@functools.cache
+def cuda_functions() -> tuple[str, ...]:
+    """The names of the C layer's functions about CUDA, in this build of torch."""
+    return tuple(
+        name
+        for name, value in vars(torch._C).items()
+        if name.startswith("_cuda_") and isinstance(value, types.BuiltinFunctionType)
+    )
+
+
 def _refuse_the_rest(patches: Patches, functions: Iterable[str]) -> None:
     """A function of the C layer that is not answered raises with its name, whether this build has it or not."""
 
     def refused(name: str) -> Callable[..., Any]:
         return refuser(f"torch._C.{name}", cast("Callable[..., Any]", lambda: None))
 
-    for name, value in list(vars(torch._C).items()):
-        if name.startswith("_cuda_") and isinstance(value, types.BuiltinFunctionType) and name not in functions:
+    for name in cuda_functions():
+        if name not in functions:
             patches.set(torch._C, name, refused(name))
 
     def __getattr__(name: str) -> Any:
@@ -275,6 +286,7 @@ def _refuse_the_rest(patches: Patches, functions: Iterable[str]) -> None:
 
 def install(patches: Patches, emulation: Emulation) -> None:
     """Answer for the C layer until `patches` are undone."""
+    cuda_functions()  # as they are: what is put in their place below is no function of C
     devices, numbers = Devices(emulation), Numbers(emulation)
     functions = devices.functions() | numbers.functions()
     for name, function in functions.items():

@@ -120,17 +120,18 @@ _ALIASES = {
 
 def supported() -> dict[str, str]:
     """What is emulated of the torch at hand: each public name, and what to know of it."""
-    here = {name for _, name, _, _ in _public()}
+    here = {name for _, name, _ in public()}
     return {name: note for name, note in sorted(SUPPORTED.items()) if name in here}
 
 
 def refused() -> tuple[str, ...]:
     """The public names of the torch at hand that raise NotImplementedError while the device is emulated."""
-    return tuple(sorted({name for _, name, _, _ in _public() if name not in SUPPORTED}))
+    return tuple(sorted({name for _, name, _ in public() if name not in SUPPORTED}))
 
 
-def _public() -> list[tuple[types.ModuleType, str, str, Any]]:
-    """Every public callable: the module that has it, its published name, its name there, itself."""
+@functools.cache
+def public() -> tuple[tuple[types.ModuleType, str, str], ...]:
+    """Every public callable: the module that has it, its published name, its name there."""
     found = []
     for path in _MODULES:
         module = _module(path)
@@ -139,8 +140,8 @@ def _public() -> list[tuple[types.ModuleType, str, str, Any]]:
             if callable(value) and not isinstance(value, types.ModuleType) and not _is_legacy(name):
                 short = _ALIASES.get(path, path)
                 published = short if hasattr(_module(short), name) else path
-                found.append((module, f"{published}.{name}", name, value))
-    return found  # type: ignore[return-value]
+                found.append((module, f"{published}.{name}", name))
+    return tuple(found)  # type: ignore[arg-type]
 
 
 def _module(path: str) -> types.ModuleType | None:
@@ -162,9 +163,10 @@ def _is_legacy(name: str) -> bool:
 
 def install(patches: Patches, emulation: Emulation) -> None:
     """Replace what is not emulated by what raises, until `patches` are undone."""
-    for module, name, attribute, value in _public():
-        if name not in SUPPORTED:
-            patches.set(module, attribute, refuser(name, value))
+    for module, name, attribute in public():
+        real = getattr(module, attribute, None)  # gone where the code under test took it away
+        if name not in SUPPORTED and real is not None:
+            patches.set(module, attribute, refuser(name, real))
     patches.set(torch.cuda.nvtx, "_nvtx", _Ranges())
     jiterator = torch.cuda.jiterator
     for name in ("_create_jit_fn", "_create_multi_output_jit_fn"):
