@@ -17,6 +17,7 @@ import struct
 import sys
 import time
 import types
+import weakref
 from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -127,6 +128,19 @@ def index_of(item: object) -> int:
     if type(item) is not _LRU:
         return 0
     return next((id(part) for part in gc.get_referents(item) if type(part) is dict and _is_index(part)), 0)
+
+
+def weak_entries(ids: Collection[int], of: Collection[int]) -> set[int]:
+    """Of the live objects with these `ids`: the references that a WeakValueDictionary, WeakSet or WeakKeyDictionary
+    keeps to objects with ids in `of`. They go when those go, by the container's own callback.
+    """
+    kept = (item for item in _of(ids) if issubclass(type(item), weakref.ref))  # isinstance would ask the object
+    return {id(item) for item in kept if _is_entry(cast("weakref.ref[object]", item), of)}
+
+
+def _is_entry(reference: weakref.ref[object], of: Collection[int]) -> bool:
+    by = getattr(reference.__callback__, "__module__", None)
+    return by in ("weakref", "_weakrefset") and id(weakref.ref.__call__(reference)) in of
 
 
 def _is_index(found: dict[object, object]) -> bool:

@@ -119,7 +119,7 @@ def filling(every: Search, lengths: Mapping[int, int]) -> Filling:
         beside, candidates = Search(every.new, every.roots, frozenset(longer), frozenset(shut)), []
         beside.run()
     named = sorted((grower for grower in every.found if id(grower.holder) in longer), key=lambda one: -one.objects)
-    behind = frozenset(every.reached - beside.reached)
+    behind = _and_weak_entries(every, beside)
     if not named or not behind:
         return Filling((), frozenset(), 0.0, every)
     chains = tuple(f"{every.chain(grower)}, {_fullness(grower.holder)}" for grower in named[:_MOST])
@@ -133,7 +133,13 @@ def behind(new: Collection[int], found: Filling) -> frozenset[int]:
     every, beside = Search(wanted, roots), Search(wanted, roots, found.cut, found.shut)
     every.run()
     beside.run()
-    return frozenset(every.reached - beside.reached)
+    return _and_weak_entries(every, beside)
+
+
+def _and_weak_entries(every: Search, beside: Search) -> frozenset[int]:
+    """Ids of what only `every` reached, and of what weak containers hold for it alone."""
+    behind = every.reached - beside.reached
+    return frozenset(behind | heap.weak_entries(every.new - behind, behind)) if behind else frozenset()
 
 
 def _longer(holder: object, every: Search, lengths: Mapping[int, int]) -> float:

@@ -286,6 +286,51 @@ def test_what_a_bound_will_stop_is_flat(tracked, kind):
     assert growth.note.endswith(" of at most 600 held; raise times to see it full")
 
 
+def indexed(size):
+    """Functions that keep a request in a ring of at most `size`, and another way to it that does not keep it."""
+    ring, by_id = deque(maxlen=size), weakref.WeakValueDictionary()
+    known, flags = weakref.WeakSet(), weakref.WeakKeyDictionary()
+
+    def keep(i):
+        ring.append(Request(i))
+        return ring[-1]
+
+    return {
+        "values": lambda i: by_id.update({i: keep(i)}),
+        "set": lambda i: known.add(keep(i)),
+        "keys": lambda i: flags.update({keep(i): i}),
+    }
+
+
+@pytest.mark.parametrize("kind", indexed(1))
+def test_a_weak_index_of_what_a_bound_will_stop_is_flat(tracked, kind):
+    growth = tracked.assert_flat(indexed(600)[kind], times=400)
+    assert growth.note.endswith(" of at most 600 held; raise times to see it full")
+
+
+@pytest.mark.parametrize("callback", [None, print])
+def test_weak_references_that_outlive_what_a_bound_stops_are_a_leak(tracked, callback):
+    ring, kept = deque(maxlen=600), []
+
+    def append(i):
+        ring.append(Request(i))
+        kept.append(weakref.ref(ring[-1], callback))
+
+    growth = grows(tracked, append, times=400)
+    assert "kept" in growth.held_by[0]
+
+
+def test_a_weak_index_of_a_leak_beside_what_a_bound_will_stop_is_counted_too(tracked):
+    ring, kept, by_id = deque(maxlen=600), [], weakref.WeakValueDictionary()
+
+    def append(i):
+        ring.append([i])
+        kept.append(Request(i))
+        by_id[i] = kept[-1]
+
+    assert grows(tracked, append, times=400).by_type == {"KeyedRef": 1, "Request": 1, "list": 1}
+
+
 @pytest.mark.parametrize("size", [430, 438, 441, 10**9])  # full at 97 % of the run, just so, one later, never
 def test_whenever_a_ring_fills_it_is_flat(tracked, size):
     tracked.assert_flat(rings(size)["deque"], times=400)
