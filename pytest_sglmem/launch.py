@@ -41,6 +41,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from .scratch import Scratch
+
 if TYPE_CHECKING:
     from .faults import Fault
 
@@ -339,7 +341,8 @@ class Launcher:
 
     def __init__(self, *, preload: Sequence[str] = PRELOAD, controller: int | None = None) -> None:
         self.owner = os.getpid()
-        self.folder = Path(tempfile.mkdtemp(prefix="sglmem-"))
+        self._scratch = Scratch()
+        self.folder = self._scratch.path
         self._worlds = 0
         self._ready = False
         self._codes: dict[int, int] = {}
@@ -500,7 +503,7 @@ class Launcher:
             self._server.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._server.wait(KILL_LIMIT)
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self._scratch.remove()
 
     def _wait_ready(self) -> None:
         limit = time.monotonic() + SERVER_LIMIT

@@ -19,7 +19,6 @@ import hashlib
 import json
 import os
 import sys
-import tempfile
 import threading
 import time
 import warnings
@@ -34,6 +33,7 @@ from .faults import Fault, watch
 from .markers import exemptions, place
 from .options import Settings
 from .proof import AGAIN, CANNOT, CLEAN, HEALED, Clean, Failure, Run
+from .scratch import Scratch
 
 if TYPE_CHECKING:
     from .collector import Collector
@@ -149,7 +149,7 @@ class Proof:
         known = sum((clean.nodeid, fault.text) in journal.done for _, clean, faults in plans for fault in faults)
         self._say(_announcement(plans, total, self._allowed, known))
         try:
-            with contextlib.closing(journal), tempfile.TemporaryDirectory(prefix="sglmem-proof-") as self._artifacts:
+            with contextlib.closing(journal), Scratch("proof-") as self._artifacts:
                 for item, clean, faults in plans:
                     begun = len(self.runs)
                     self._prove_one(item, clean, faults, journal)

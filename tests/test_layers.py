@@ -29,7 +29,7 @@ LADDER = {
         *("ipc", "ledger", "audit", "emulated"),
         *("faults", "strikes"),
     },
-    1: {"records", "document", "geometry", "contract", "windows", "sites", "revivals"},
+    1: {"records", "document", "geometry", "contract", "windows", "sites", "revivals", "scratch"},
 }
 RUNG = {module: rung for rung, modules in LADDER.items() for module in modules}
 
