@@ -388,11 +388,17 @@ print(torch.compile(double, backend="eager", fullgraph=True)(torch.ones(2)).toli
 
 
 def test_nothing_is_left_in_the_temporary_folder(tmp_path):
-    """torch's compiler, which an emulation loads, makes a cache folder there as it is imported."""
-    code = "from pytest_sglmem import emulated_cuda\nwith emulated_cuda():\n    pass"
+    """torch's compiler, which an emulation loads, makes a cache folder there as it is imported, and names it in the
+    environment, so that processes started later make it, too.
+    """
+    code = (
+        "import os\nfrom pytest_sglmem import emulated_cuda\nbefore = dict(os.environ)\n"
+        "with emulated_cuda():\n    pass\nprint(set(os.environ.items()) ^ set(before.items()))"
+    )
     environment = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"}
-    subprocess.run([sys.executable, "-c", code], env=environment | {"TMPDIR": str(tmp_path)}, check=True)
-    assert list(tmp_path.iterdir()) == []
+    environment["TMPDIR"] = str(tmp_path)
+    ran = subprocess.run([sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True)
+    assert (ran.stdout, list(tmp_path.iterdir())) == ("set()\n", [])
 
 
 def test_code_compiles_after_an_emulation_as_before():

@@ -120,12 +120,14 @@ def eager() -> Iterator[None]:
 
 
 def _load_compiler() -> None:
-    """Its import makes an empty cache folder in the temporary one, which outlives the process: that goes again."""
+    """Its import makes an empty cache folder in the temporary one, which outlives the process, and tells every process
+    started later of it, which makes it again: both go.
+    """
     place = "TORCHINDUCTOR_CACHE_DIR"
     before = None if place in os.environ else set(Path(tempfile.gettempdir()).glob("torchinductor_*"))
     importlib.import_module("torch._dynamo")
 
-    made = os.environ.get(place)
+    made = os.environ.pop(place, None) if before is not None else None
     if before is not None and made is not None and Path(made) not in before:
         with contextlib.suppress(OSError):  # somebody has put something there
             Path(made).rmdir()
