@@ -7,6 +7,7 @@ from __future__ import annotations
 import importlib
 import json
 import pkgutil
+import signal
 import warnings
 
 import pytest
@@ -44,6 +45,17 @@ def sessions_within_are_their_own():
             patch.delenv(f"PYTEST_XDIST_{name}", raising=False)
         patch.delenv("PYTEST_ADDOPTS", raising=False)
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def sessions_within_heed_ctrl_c():
+    """A suite that a script has started in the background ignores SIGINT, and so would every session that it starts."""
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 class ServerOf:

@@ -498,7 +498,7 @@ class TestSmallSuites:
 def test_interrupted_it_leaves_nothing_but_what_it_goes_on_from(pytester, workers):
     pytester.makepyfile(
         test_it="""
-        import pathlib, pickle
+        import pathlib, pickle, time
 
         def test_first(gc_tracked):
             kept = []
@@ -507,13 +507,13 @@ def test_interrupted_it_leaves_nothing_but_what_it_goes_on_from(pytester, worker
         def test_slow(gc_tracked):
             if pathlib.Path("seen").exists():
                 open("proving", "w").close()
-                open("never")  # a pipe that nobody writes to
+                while True:  # one long wait would never see a signal that comes just before it
+                    time.sleep(0.01)
             pathlib.Path("seen").touch()
             gc_tracked.assert_flat(lambda i: None, times=10)
         """
     )
     os.mkfifo("proving")
-    os.mkfifo("never")
     proving = os.open("proving", os.O_RDONLY | os.O_NONBLOCK)
     command = [sys.executable, "-m", "pytest", "--sglmem-prove", "--sglmem-report=report.json", *workers]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -521,7 +521,10 @@ def test_interrupted_it_leaves_nothing_but_what_it_goes_on_from(pytester, worker
         poll.register(proving, select.POLLHUP)
         reached = poll.poll(60_000)
         process.send_signal(signal.SIGINT)
-        out, _ = process.communicate(timeout=30)
+        try:
+            out, _ = process.communicate(timeout=30)
+        finally:
+            process.kill()
     os.close(proving)
     assert reached
     assert process.returncode == pytest.ExitCode.INTERRUPTED
