@@ -37,8 +37,10 @@ def reach(point):
         handles = [None] * dist.get_world_size()
         dist.all_gather_object(handles, reduce_tensor(mine))
         rebuild, args = handles[(dist.get_rank() + 1) % dist.get_world_size()]
-        theirs = rebuild(*args)
-        dist.barrier()
+        for turn in range(dist.get_world_size()):  # the last rank, which is struck, must not take its block from others
+            if turn == dist.get_rank():
+                theirs = rebuild(*args)
+            dist.barrier()
         del theirs
         dist.barrier()
 
