@@ -401,9 +401,11 @@ def test_nothing_is_left_in_the_temporary_folder(tmp_path):
     assert (ran.stdout, list(tmp_path.iterdir())) == ("set()\n", [])
 
 
-def test_code_compiles_after_an_emulation_as_before():
+def test_code_compiles_after_an_emulation_as_before(tmp_path):
     """What torch's compiler remembers by identity must be torch's own."""
-    ran = subprocess.run([sys.executable, "-c", COMPILED_AFTERWARDS], capture_output=True, text=True, check=False)
+    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", COMPILED_AFTERWARDS]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert ran.stdout == "[3.0, 4.0]\n", ran.stderr
 
 
