@@ -27,7 +27,7 @@ class Collector:
         self._settings = settings
         self._writes = not hasattr(config, "workerinput")
         self._typed_in = config.invocation_params.dir
-        self._entries: dict[str, Test] = {}
+        self._entries: dict[tuple[str, str], Test] = {}  # by test and worker: with --dist each all workers run a test
         self._machine: dict[str, str] = {}
         self._grown: list[str] = []
         self._unwritten: list[str] = []
@@ -64,10 +64,10 @@ class Collector:
             ) from None
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Keep the last word on each test."""
+        """Keep each worker's last word on each test."""
         carried = getattr(report, "sglmem", None)
         if carried is not None:
-            self._entries[report.nodeid] = carried["entry"]
+            self._entries[report.nodeid, getattr(report, "worker_id", "")] = carried["entry"]
             self._machine.update(carried["machine"])
 
     def document(self) -> Document:

@@ -369,6 +369,24 @@ def test_under_xdist_the_controller_has_the_whole_report(pytester, dist):
     }
 
 
+def test_what_each_worker_found_is_in_the_report(pytester):
+    """With `--dist each` all workers run all tests."""
+    pytester.makepyfile(
+        """
+        import os
+
+        def test_history(gc_tracked):
+            kept = []
+            gc_tracked.assert_flat(lambda i: kept.append([i]) if os.environ["PYTEST_XDIST_WORKER"] == "gw1" else None)
+        """
+    )
+    result, report = run_session(pytester.runpytest_subprocess, "-n", "2", "--dist", "each")
+    result.assert_outcomes(passed=1, failed=1)
+    (test,) = report["tests"]
+    assert test["outcome"] == "failed"
+    assert sorted(growth["verdict"] for growth in test["gc"]) == ["flat", "growing"]
+
+
 def test_a_baseline_that_grew_fails_the_session(pytester, within):
     pytester.makepyfile(test_worlds=WORLD_TESTS.replace("kept = []", "kept = [None]"))
     result, report = run_session(within, "-k", "test_clean")
