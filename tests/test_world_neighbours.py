@@ -219,6 +219,43 @@ def test_a_test_run_in_a_fork_of_pytest(pytester, run):
     assert str(result.stdout).count("fork ended with 0") == 2
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_any_order_of_tests_that_share_ranks_and_do_not(pytester, inside, seed):
+    """As plugins of random order leave it: modules interleaved, and `random` seeded alike for each test."""
+    pytester.makeconftest(
+        f"""
+        import random
+
+        def pytest_collection_modifyitems(items):
+            random.Random({seed}).shuffle(items)
+
+        def pytest_runtest_setup():
+            random.seed(1)
+        """
+    )
+    module = """
+        import os
+        import pytest
+        from pytest_sglmem import RankDied
+
+        pytestmark = pytest.mark.world(size=2, scope="module")
+
+        @pytest.mark.parametrize("number", range(2))
+        def test_shared(world, number):
+            assert len(set(world.run(os.getpid))) == 2
+
+        def test_dies(world):
+            with pytest.raises(RankDied):
+                world.run(lambda: os._exit(3))
+
+        @pytest.mark.world(size=3, scope="function")
+        def test_own(world):
+            assert len(set(world.run(os.getpid))) == 3
+        """
+    pytester.makepyfile(test_one=module, test_other=module)
+    inside().assert_outcomes(passed=8)
+
+
 def test_a_rootdir_that_cannot_be_written_to(pytester, inside):
     pytester.makepyfile(
         """
