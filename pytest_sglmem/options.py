@@ -129,7 +129,9 @@ OPTIONS: tuple[Option, ...] = (
         _one_of("off", "warn", "error"),
         "warn",
     ),
-    Option("seed", "N", "the one source of chance (geometries, probabilities, the ranks' random numbers)", _whole(0), 0),
+    Option(
+        "seed", "N", "the one source of chance (geometries, probabilities, the ranks' random numbers)", _whole(0), 0
+    ),
     Option(
         "report",
         "FILE",

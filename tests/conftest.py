@@ -48,6 +48,14 @@ def sessions_within_are_their_own():
 
 
 @pytest.fixture(scope="session", autouse=True)
+def torchs_compiler_leaves_nothing(tmp_path_factory):
+    """Its import makes a folder among the temporary files and leaves it there, in whatever process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def sessions_within_heed_ctrl_c():
     """A suite that a script has started in the background ignores SIGINT, and so would every session that it starts."""
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:

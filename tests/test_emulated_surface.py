@@ -299,13 +299,6 @@ def test_an_error_that_has_its_own_reason_is_left_as_it_is():
     assert caught.value.__cause__ is None
 
 
-@pytest.fixture
-def cache(tmp_path, monkeypatch):
-    """Where torch's compiler makes its folder, which it never removes."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-
-
-@pytest.mark.usefixtures("cache")
 def test_a_graph_made_of_fakes_says_cuda_and_one_of_real_tensors_is_refused():
     def doubled(x):
         return x * 2 + torch.ones(3, device="cuda")
@@ -408,7 +401,6 @@ def test_nothing_is_left_in_the_temporary_folder(tmp_path):
     assert (ran.stdout, list(tmp_path.iterdir())) == ("set()\n", [])
 
 
-@pytest.mark.usefixtures("cache")
 def test_code_compiles_after_an_emulation_as_before():
     """What torch's compiler remembers by identity must be torch's own."""
     ran = subprocess.run([sys.executable, "-c", COMPILED_AFTERWARDS], capture_output=True, text=True, check=False)

@@ -59,6 +59,7 @@ def run(pytester, monkeypatch, tmp_path_factory):
     """Run pytest in a process of its own; nothing of it may be left afterwards, no process and no temporary file."""
     temporary = tmp_path_factory.mktemp("temporary")
     monkeypatch.setenv("TMPDIR", str(temporary))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)  # so that torch's own folder would show
 
     def run(*args):
         return pytester.runpytest_subprocess(*ARGS, *args, timeout=LIMIT)
