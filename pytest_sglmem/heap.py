@@ -99,15 +99,15 @@ def room(item: object) -> Room | None:
     return None
 
 
-def bounded() -> list[object]:
-    """The live containers that have `room`."""
-    return [item for item in _objects() if issubclass(type(item), (deque, _LRU)) and room(item) is not None]
+def bounded() -> dict[int, tuple[object, Room]]:
+    """The live containers that have `room`, by id, and that."""
+    items = (item for item in _objects() if issubclass(type(item), (deque, _LRU)))
+    return {id(item): (item, known) for item in items if (known := room(item)) is not None}
 
 
 def lengths() -> dict[int, int]:
     """Entries of each live container that has `room`, by its id."""
-    found = ((id(item), room(item)) for item in bounded())
-    return {which: known.held for which, known in found if known is not None}
+    return {which: known.held for which, (_, known) in bounded().items()}
 
 
 def entries_of(item: object, ids: Collection[int]) -> int:

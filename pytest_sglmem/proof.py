@@ -24,6 +24,7 @@ AGAIN = "(no fault: again)"
 HEALED = "(no fault: healed)"
 CLEAN = frozenset({AGAIN, HEALED})
 CANNOT = "cannot be run again"
+BROKEN = frozenset({"not healed", CANNOT})  # of a test that fails without a fault, too
 # A fault has the first of these that any of its runs has.
 RESULTS = ("blind", "caught", "survived", "timeout", "error", "exempt", "not triggered")
 LETTERS = MappingProxyType(
@@ -259,7 +260,7 @@ def fold(runs: Sequence[Run], *, left_out: int = 0) -> dict[str, object]:
         "score": round(counted.count("caught") / len(counted), 4) if counted else None,
         "faults": faults,
         "blind": [run.nodeid for run in runs if run.result == "blind"],
-        "not_healed": [run.nodeid for run in runs if run.result in ("not healed", CANNOT)],
+        "not_healed": [run.nodeid for run in runs if run.result in BROKEN],
         "runs": len(runs),
         "left_out": left_out,
     }
@@ -278,7 +279,7 @@ def _folded(fault: str, runs: Sequence[Run]) -> dict[str, object]:
 def trusted(runs: Iterable[Run]) -> list[Run]:
     """The runs, but that a test which fails without a fault too has caught none."""
     runs = list(runs)
-    broken = {run.nodeid for run in runs if run.result in ("not healed", CANNOT)}
+    broken = _broken(runs)
     said = "the test fails without the fault too"
     return [
         replace(run, result="error", why=said) if run.result == "caught" and run.nodeid in broken else run
@@ -286,12 +287,16 @@ def trusted(runs: Iterable[Run]) -> list[Run]:
     ]
 
 
+def _broken(runs: Iterable[Run]) -> set[str]:
+    return {run.nodeid for run in runs if run.result in BROKEN}
+
+
 def unproven(runs: Iterable[Run]) -> list[Run]:
     """The runs that make the session fail: faults that no test noticed, blind tests, tests that did not heal."""
     runs = trusted(runs)
     caught = {run.fault for run in runs if run.result == "caught"}
     survived = [run for run in runs if run.result == "survived" and run.fault not in caught]
-    return [*survived, *(run for run in runs if run.result in ("blind", "not healed", CANNOT))]
+    return [*survived, *(run for run in runs if run.result in {"blind", *BROKEN})]
 
 
 def repeat_command(runs: Sequence[Run], options: Sequence[str] = ()) -> str:
@@ -329,7 +334,7 @@ def table(runs: Sequence[Run], *, left_out: int = 0, options: Sequence[str] = ()
 def _holes(runs: Sequence[Run]) -> list[list[Run]]:
     """What is wrong, and what proves nothing: grouped by result and fault, the gravest first."""
     caught = {run.fault for run in trusted(runs) if run.result == "caught"}
-    broken = {run.nodeid for run in runs if run.result in ("not healed", CANNOT)}
+    broken = _broken(runs)
     unclear = [
         run
         for run in runs

@@ -106,7 +106,7 @@ def filling(every: Search, lengths: Mapping[int, int]) -> Filling:
     """
     longer: dict[int, float] = {}
     shut: set[int] = set()
-    beside, candidates = every, heap.bounded()
+    beside, candidates = every, [item for item, _ in heap.bounded().values()]
     while True:  # who holds what another bounded container holds as well is found when that one is cut
         found = [*candidates, *(grower.holder for grower in beside.found)]
         fresh = {

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -91,9 +92,8 @@ def _install_guards(patches: Patches) -> None:
             refuse(error, f"{func} of fake tensors")
             raise
 
-    patches.set(
-        FakeTensorMode, "avoid_device_init", property(lambda self: True)
-    )  # else it computes with constants there
+    # Else it computes with constants there.
+    patches.set(FakeTensorMode, "avoid_device_init", property(lambda self: True))
     patches.set(FakeTensor, "copy_", named(copy_, real_copy))
     for name in GUARDED:
         patches.set(FakeTensor, name, refusing(getattr(FakeTensor, name), name))
@@ -123,11 +123,13 @@ def _load_compiler() -> None:
     """Its import makes an empty cache folder in the temporary one, which outlives the process, and tells every process
     started later of it, which makes it again: both go.
     """
+    if "torch._dynamo" in sys.modules:
+        return
     place = "TORCHINDUCTOR_CACHE_DIR"
-    before = None if place in os.environ else set(Path(tempfile.gettempdir()).glob("torchinductor_*"))
+    named_before, there = place in os.environ, set(Path(tempfile.gettempdir()).glob("torchinductor_*"))
     importlib.import_module("torch._dynamo")
 
-    made = os.environ.pop(place, None) if before is not None else None
-    if before is not None and made is not None and Path(made) not in before:
+    made = None if named_before else os.environ.pop(place, None)
+    if made is not None and Path(made) not in there:
         with contextlib.suppress(OSError):  # somebody has put something there
             Path(made).rmdir()
