@@ -124,6 +124,19 @@ def test_a_copy_of_pytest_that_lives_on_keeps_no_rank_alive():
     assert not folder.exists()
 
 
+def test_what_a_session_killed_together_with_its_server_leaves_goes_with_the_next():
+    process, (server, *ranks), folder = host("__import__('time').sleep(3600)")
+    with watched(process):
+        os.kill(server, signal.SIGSTOP)  # so that it cannot clear up between the two
+        process.kill()
+        process.wait(LIMIT)
+        os.kill(server, signal.SIGKILL)
+        wait_for_ends([server, *ranks])
+    assert folder.exists()
+    Launcher().close()
+    assert not folder.exists()
+
+
 def test_ranks_go_with_the_server():
     process, (server, *ranks), folder = host("sys.stdin.read(); launcher.close()", stdin=subprocess.PIPE)
     with watched(process):

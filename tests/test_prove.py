@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,7 @@ from pytest_sglmem.proof import (
     tried,
     unproven,
 )
+from pytest_sglmem.scratch import Scratch
 
 if sys.version_info < (3, 11):
     from exceptiongroup import ExceptionGroup
@@ -534,6 +536,26 @@ def test_interrupted_it_leaves_nothing_but_what_it_goes_on_from(pytester, worker
     left = [path for path in Path(".sglmem").rglob("[!.]*") if path.is_file() and path.suffix != ".said"]
     assert left == [Path(".sglmem/proof", f"{'gw0' if workers else 'main'}.jsonl")]
     assert len(left[0].read_text().splitlines()) == 1 + 4
+
+
+def test_what_a_killed_proof_leaves_goes_with_the_next(pytester, monkeypatch, tmp_path):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    pytester.makepyfile(
+        """
+        import os, pathlib, signal
+
+        def test_once(gc_tracked):
+            if pathlib.Path("seen").exists():
+                os.kill(os.getpid(), signal.SIGKILL)
+            pathlib.Path("seen").touch()
+            gc_tracked.assert_flat(lambda i: None, times=10)
+        """
+    )
+    assert pytester.runpytest_subprocess("--sglmem-prove").ret == -signal.SIGKILL
+    assert [path.name[:13] for path in tmp_path.glob("sglmem-*")] == ["sglmem-proof-"]
+    Scratch("proof-").remove()
+    assert not list(tmp_path.glob("sglmem-*"))
 
 
 def test_who_only_compares_outputs_is_not_blind(pytester):
